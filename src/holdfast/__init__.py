@@ -1,0 +1,5 @@
+"""Holdfast keeps the training of recommendation models going when machines fail."""
+
+from holdfast._version import __version__
+
+__all__ = ["__version__"]
