@@ -1,5 +1,60 @@
-"""Holdfast keeps the training of recommendation models going when machines fail."""
+"""Holdfast keeps the training of recommendation models going when machines fail.
+
+Names are imported when they are first used: a process that only holds tables never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from holdfast._version import __version__
+from holdfast.errors import BadLine, ConfigError, DataError, HoldfastError, TrainingDiverged, WrongReaderState
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from holdfast.data.criteo import Criteo
+    from holdfast.data.reader import Batch, Reader
+    from holdfast.data.synthetic import Synthetic
+    from holdfast.models.deepfm import DeepFM
+    from holdfast.models.dlrm import DLRM
+    from holdfast.models.pnn import PNN
+    from holdfast.models.recommender import Recommender
+
+_HOMES = {
+    "Batch": "holdfast.data.reader",
+    "Criteo": "holdfast.data.criteo",
+    "DLRM": "holdfast.models.dlrm",
+    "DeepFM": "holdfast.models.deepfm",
+    "PNN": "holdfast.models.pnn",
+    "Reader": "holdfast.data.reader",
+    "Recommender": "holdfast.models.recommender",
+    "Synthetic": "holdfast.data.synthetic",
+}
+
+__all__ = [
+    "DLRM",
+    "PNN",
+    "BadLine",
+    "Batch",
+    "ConfigError",
+    "Criteo",
+    "DataError",
+    "DeepFM",
+    "HoldfastError",
+    "Reader",
+    "Recommender",
+    "Synthetic",
+    "TrainingDiverged",
+    "WrongReaderState",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,9 +2,10 @@
 
     HoldfastError
     ├── ConfigError          a configuration or an option that cannot be meant
-    └── DataError            training data that cannot be read
-        ├── BadLine          one line of it, with file and line number
-        └── WrongReaderState a reader was given a state that is not its own
+    ├── DataError            training data that cannot be read
+    │   ├── BadLine          one line of it, with file and line number
+    │   └── WrongReaderState a reader was given a state that is not its own
+    └── TrainingDiverged     the loss is no longer a number
 
 A message is one sentence that names the thing, what was expected, what was
 found, and the cure. Anything else that escapes is a bug in Holdfast.
@@ -41,3 +42,7 @@ class BadLine(DataError):
 
 class WrongReaderState(DataError):
     """``load_state_dict`` got a state that another reader wrote, or came too late."""
+
+
+class TrainingDiverged(HoldfastError):
+    """The loss became NaN or infinite: nothing that training does from there on can help."""

@@ -45,9 +45,15 @@ class Reader(Protocol):
     raises ``WrongReaderState``: it would come too late to have an effect.
     """
 
-    table_rows: Sequence[int]
-    """How many rows each table must have for this reader's ids."""
-    dense_features: int
+    @property
+    def table_rows(self) -> Sequence[int]:
+        """How many rows each table must have for this reader's ids."""
+        ...
+
+    @property
+    def dense_features(self) -> int:
+        """How many numbers a sample has."""
+        ...
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches from the current position to the end of the stream."""

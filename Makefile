@@ -1,0 +1,34 @@
+# Everything runs in a virtual environment in the checkout; every target sets up what it needs.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: venv demo test lint bench soak clean
+
+venv: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found: install Python 3.11, or name one: make PYTHON=python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: venv
+	$(BIN)/holdfast train docs/examples/demo.yaml
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: venv
+	$(BIN)/holdfast bench train --json bench-train.json
+
+soak: venv
+	$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,57 @@
+"""The structured log of a run: one JSON object a line, each figure by name.
+
+Everything that a person sees while a run goes on stands here too, so that a plot, a test or another
+program never has to read the screen. A line is written whole and flushed at once: after a crash the
+file ends with the last event that happened.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import msgspec
+
+
+class EventLog:
+    """Appends events to ``events.jsonl`` in a run's folder; without a folder it keeps none.
+
+    Every event has ``time`` (Unix seconds), ``seconds`` since the log was opened, and ``event``, its
+    name. Floats that JSON cannot hold (NaN, infinities) are written as null.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._started = time.monotonic()
+        self._file: BinaryIO | None = None
+        if folder is not None:
+            self._file = open(folder / "events.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
+
+    def emit(self, event: str, /, **figures: Any) -> None:
+        """Write one event with its figures: numbers, strings, lists, dicts."""
+        if self._file is None:
+            return
+        seconds = time.monotonic() - self._started
+        line = {"time": time.time(), "seconds": round(seconds, 6), "event": event, **figures}
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        """Close the file; later events are dropped."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """All events of a run, oldest first."""
+    lines = (folder / "events.jsonl").read_bytes().splitlines()
+    return [msgspec.json.decode(line) for line in lines]

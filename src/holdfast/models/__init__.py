@@ -1,0 +1,1 @@
+"""Recommendation models, one file each, given embeddings that somebody else has looked up."""

@@ -1,0 +1,240 @@
+"""The configuration of a training run: a YAML file, ``--set`` on top, checked before anything starts.
+
+Each section is a small frozen value. A key that does not exist or a value of the wrong type is refused
+with its full name and, for a key, the nearest one that does exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from holdfast.data.criteo_shape import Cardinalities
+from holdfast.errors import ConfigError
+from holdfast.models.presets import PRESETS, Architecture, Sizes
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Layers = Annotated[tuple[Positive, ...], Meta(min_length=1)]
+Preset = Literal["criteo-kaggle", "criteo-terabyte"]
+
+DEFAULT_RATES = {"sgd": 0.2, "momentum": 0.05, "adagrad": 0.01, "rowwise-adagrad": 0.02, "adam": 0.001}
+
+
+class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelConfig(_Section, frozen=True, kw_only=True):
+    """Which model. ``dim``, ``bottom`` and ``top`` override the preset's."""
+
+    architecture: Architecture = "dlrm"
+    preset: Preset = "criteo-kaggle"
+    dim: Positive | None = None
+    bottom: Layers | None = None
+    top: Layers | None = None
+
+    def sizes(self) -> Sizes:
+        """The preset's sizes with this configuration's own on top."""
+        preset = PRESETS[self.preset]
+        sizes = Sizes(self.dim or preset.dim, self.bottom or preset.bottom, self.top or preset.top)
+        if self.architecture == "dlrm" and sizes.bottom[-1] != sizes.dim:
+            raise ConfigError(
+                f"model.bottom ends in {sizes.bottom[-1]} but model.dim is {sizes.dim}: "
+                "in DLRM they must be equal"
+            )
+        if sizes.top[-1] != 1:
+            raise ConfigError(f"model.top ends in {sizes.top[-1]}: expected 1, the logit")
+        return sizes
+
+
+class SyntheticConfig(_Section, frozen=True, kw_only=True, tag_field="source", tag="synthetic"):
+    """Made-up click data (see ``holdfast.data.synthetic``)."""
+
+    samples: Positive = 1_000_000
+    test_samples: Positive = 100_000
+    cardinalities: Cardinalities = "kaggle"
+    max_rows: Positive = 100_000
+    zipf_exponent: Annotated[float, Meta(ge=0)] = 1.05
+    ids_per_sample: Positive | tuple[Positive, ...] = 1
+
+
+class CriteoConfig(_Section, frozen=True, kw_only=True, tag_field="source", tag="criteo"):
+    """Criteo's TSV files (see ``holdfast.data.criteo``)."""
+
+    paths: Annotated[tuple[str, ...], Meta(min_length=1)]
+    cardinalities: Cardinalities = "kaggle"
+    max_rows: Positive = 10_000_000
+    test_fraction: Annotated[float, Meta(gt=0, lt=1)] = 1 / 7
+    test_files: NotNegative = 0
+    on_bad_line: Literal["raise", "skip"] = "raise"
+
+
+class OptimizerConfig(_Section, frozen=True, kw_only=True):
+    """One optimizer for tables and network alike; ``momentum`` is read by "momentum" alone.
+
+    ``lr`` unset is a rate that suits the optimizer on click data: see ``DEFAULT_RATES``.
+    """
+
+    name: Literal["sgd", "momentum", "adagrad", "rowwise-adagrad", "adam"] = "adagrad"
+    lr: Annotated[float, Meta(gt=0)] | None = None
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: ``lr``, or the optimizer's default."""
+        return self.lr if self.lr is not None else DEFAULT_RATES[self.name]
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    """Everything that decides a run."""
+
+    model: ModelConfig = ModelConfig()
+    data: SyntheticConfig | CriteoConfig = SyntheticConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch_size: Positive = 2048
+    epochs: Positive = 1
+    max_steps: Positive | None = None
+    test_every: NotNegative = 0
+    """Steps between tests, rounded up to a report; 0: at the end only."""
+    report_every: Positive = 20
+    """Steps between progress events."""
+    threads: NotNegative = 0
+    """Threads that PyTorch computes with; 0: as many as it finds cores."""
+    seed: NotNegative = 0
+    run: str | None = None
+    """The run's folder; by default a new one under ``runs/``."""
+    tensorboard: bool = False
+
+
+def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: Any) -> Config:
+    """Read a configuration file and put ``key=value`` overrides, then top-level values, on top.
+
+    Values of overrides are read as YAML: ``optimizer.lr=0.1``, ``model.top=[64, 1]``, ``run=null``.
+    Top-level values that are None are left as they were.
+    """
+    values = {} if path is None else _read(path)
+    for override in overrides:
+        _override(values, override)
+    values.update({key: value for key, value in top_level.items() if value is not None})
+    data = values.get("data")
+    if isinstance(data, dict):
+        data.setdefault("source", "synthetic")
+    _refuse_unknown_keys(Config, values, "")
+    try:
+        config = msgspec.convert(values, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {_readable(str(error))}") from None
+    config.model.sizes()
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as ``load`` reads it."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads 1e-3 as a number, as YAML 1.2 does and everybody means it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, _Loader)  # a SafeLoader: it makes plain values only
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = _parse(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"configuration {path} holds a {type(values).__name__}: expected keys and values")
+    return values
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override}: expected key=value, such as optimizer.lr=0.1")
+    try:
+        value = _parse(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: {text!r} is not a YAML value") from None
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override}: {section} is {inner!r}, not a section with keys")
+        values = inner
+    values[last] = value
+
+
+def _refuse_unknown_keys(section: type[Struct], values: dict[str, Any], prefix: str) -> None:
+    hints = get_type_hints(section)
+    for key, value in values.items():
+        if key == section.__struct_config__.tag_field:
+            continue
+        if key not in section.__struct_fields__:
+            raise ConfigError(f"configuration: there is no key {prefix}{key}{_nearest(key, section, prefix)}")
+        inner = _section_of(hints[key], value)
+        if inner is not None:
+            _refuse_unknown_keys(inner, value, f"{prefix}{key}.")
+
+
+def _section_of(hint: Any, value: Any) -> type[Struct] | None:
+    """The section type that this value is for; None if the key holds no section."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    sections = [k for k in kinds if isinstance(k, type) and issubclass(k, Struct)]
+    if not sections or not isinstance(value, dict):
+        return None
+    for kind in sections:
+        tag_field = kind.__struct_config__.tag_field
+        if tag_field is None or value.get(tag_field) == kind.__struct_config__.tag:
+            return kind
+    tags = " or ".join(repr(k.__struct_config__.tag) for k in sections)
+    raise ConfigError(f"configuration: data.source is {value['source']!r}: expected {tags}")
+
+
+def _nearest(key: str, section: type[Struct], prefix: str) -> str:
+    here = difflib.get_close_matches(str(key), section.__struct_fields__, n=1, cutoff=0.5)
+    if here:
+        return f"; did you mean {prefix}{here[0]}?"
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_keys()}
+    elsewhere = difflib.get_close_matches(str(key), everywhere, n=1, cutoff=0.7)
+    if elsewhere:
+        return f"; did you mean {everywhere[elsewhere[0]]}?"
+    return f"; {prefix.rstrip('.') or 'the top level'} has {', '.join(section.__struct_fields__)}"
+
+
+def _all_keys() -> Iterable[str]:
+    for section in (ModelConfig, CriteoConfig, SyntheticConfig, OptimizerConfig):
+        name = section.__name__.removesuffix("Config").lower()
+        prefix = "data" if name in ("criteo", "synthetic") else name
+        yield from (f"{prefix}.{key}" for key in section.__struct_fields__)
+    yield from Config.__struct_fields__
+
+
+def _readable(message: str) -> str:
+    """msgspec's message with the key's name in front: "optimizer.lr: Expected `float`, got `str`"."""
+    text, at, where = message.rpartition(" - at `$.")
+    if not at:
+        return message
+    return f"{where.rstrip('`').replace('[...]', '')}: {text[0].lower()}{text[1:]}"

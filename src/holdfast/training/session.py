@@ -1,0 +1,134 @@
+"""A run as a user starts it: its folder, its view, its signals, its summary."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.events import EventLog
+from holdfast.training.config import Config, to_yaml
+from holdfast.training.trainer import Progress, Result, Trainer
+from holdfast.training.view import build_view, duration
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended, where its figures are, and the signal that stopped it early, if one did."""
+
+    result: Result
+    folder: Path
+    signal: int | None
+
+
+def run(config: Config, console: Console) -> Outcome:
+    """Train as configured, with a view on the console and a folder that keeps every figure.
+
+    The first Ctrl-C (or SIGTERM) ends training after the step under way, tests, and returns; a second
+    one ends the process at once.
+    """
+    folder = make_folder(config.run)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    with EventLog(folder) as events, _board(config, folder) as board:
+        events.emit("config", **msgspec.to_builtins(config))
+        try:
+            trainer = Trainer(config, events)
+            with _stop_on_signals() as received, build_view(console) as view:
+
+                def on_progress(progress: Progress) -> None:
+                    view.update(progress)
+                    board(progress)
+
+                result = trainer.run(on_progress, lambda: bool(received))
+        except HoldfastError as error:
+            events.emit("run_failed", error=type(error).__name__, message=str(error))
+            raise
+    _print_summary(console, result, trainer, folder)
+    return Outcome(result, folder, received[0] if received else None)
+
+
+def make_folder(wanted: str | None) -> Path:
+    """The run's folder, made new; one that holds an earlier run is refused."""
+    folder = Path(wanted) if wanted else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+    if wanted is None:
+        free, number = folder, 1
+        while free.exists():
+            number += 1
+            free = folder.with_name(f"{folder.name}-{number}")
+        folder = free
+    if (folder / "events.jsonl").exists():
+        raise ConfigError(f"{folder} holds an earlier run: name another folder, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder} cannot be made: {error.strerror}") from None
+    return folder
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[list[int]]:
+    """The signals received so far."""
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _board(config: Config, folder: Path) -> Iterator[Callable[[Progress], None]]:
+    """Writes the same figures for TensorBoard, if asked to."""
+    if not config.tensorboard:
+        yield lambda progress: None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (slow to import, seldom wanted)
+    except ImportError:
+        raise ConfigError(
+            "tensorboard is set but not installed: pip install 'holdfast[tensorboard]'"
+        ) from None
+    writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(progress: Progress) -> None:
+        writer.add_scalar("train/loss", progress.loss, progress.step)
+        writer.add_scalar("train/samples_per_second", progress.samples_per_second, progress.step)
+        if progress.test is not None and progress.test.step == progress.step:
+            writer.add_scalar("test/auc", progress.test.auc, progress.step)
+
+    try:
+        yield write
+    finally:
+        writer.close()
+
+
+def _print_summary(console: Console, result: Result, trainer: Trainer, folder: Path) -> None:
+    how = "interrupted" if result.interrupted else "finished"
+    lines = [
+        f"{how} after {result.steps:,} steps, {result.samples:,} samples, "
+        f"{duration(result.train_seconds)} of training",
+        f"test AUC {result.test.auc:.4f}   log loss {result.test.log_loss:.4f}   "
+        f"({result.test.samples:,} samples)",
+        f"{result.samples_per_second:,.0f} samples/s",
+    ]
+    if result.bad_lines:
+        lines.append(f"{result.bad_lines:,} bad lines were skipped:")
+        for reader in (trainer.train_reader, trainer.test_reader):
+            lines += [f"  {message}" for message in getattr(reader, "first_bad", [])]
+    lines.append(f"figures: {folder / 'events.jsonl'}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,151 @@
+"""The commands as a user runs them: in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.events import read_events
+from holdfast.training.config import load
+
+HOLDFAST = [sys.executable, "-m", "holdfast"]
+SMALL = [
+    f"--set={pair}"
+    for pair in (
+        "model.dim=8", "model.bottom=[16, 8]", "model.top=[16, 1]", "data.test_samples=2000",
+        "data.max_rows=500", "batch_size=128", "threads=1",
+    )
+]  # fmt: skip
+
+
+def holdfast(*arguments: str, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*HOLDFAST, *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def test_train_prints_a_summary_and_keeps_its_figures(tmp_path: Path) -> None:
+    done = holdfast(
+        "train", *SMALL, "--set", "data.samples=20000", "--seed", "5", "--run", "here", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "finished after 157 steps, 20,000 samples" in done.stdout
+    assert "test AUC 0." in done.stdout
+    assert "samples/s" in done.stdout
+    events = read_events(tmp_path / "here")
+    assert events[0]["event"] == "config"
+    assert events[-1]["event"] == "run_finished"
+    assert load(tmp_path / "here" / "config.yaml").seed == 5
+
+
+def test_a_run_can_be_repeated_from_its_folder_bit_for_bit(tmp_path: Path) -> None:
+    holdfast("train", *SMALL, "--set", "data.samples=5000", "--seed", "9", "--run", "a", cwd=tmp_path)
+    again = holdfast("train", "a/config.yaml", "--run", "b", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    weights = [read_events(tmp_path / run)[-1]["weights"] for run in ("a", "b")]
+    assert weights[0] == weights[1]
+
+
+def test_runs_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert holdfast("train", *SMALL, "--set", "max_steps=2", cwd=tmp_path).returncode == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    first = holdfast("train", *SMALL, "--set", "max_steps=2", "--run", "x", cwd=tmp_path)
+    second = holdfast("train", *SMALL, "--set", "max_steps=2", "--run", "x", cwd=tmp_path)
+    assert (first.returncode, second.returncode) == (0, 1)
+    assert "x holds an earlier run" in second.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_cleanly_with_a_summary(tmp_path: Path, number: int, code: int) -> None:
+    process = subprocess.Popen(
+        [*HOLDFAST, "train", *SMALL, "--set", "data.samples=100000000", "--run", "r"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    events = tmp_path / "r" / "events.jsonl"
+    deadline = time.monotonic() + 60
+    while not (events.exists() and b'"progress"' in events.read_bytes()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert "interrupted after" in output
+    assert "test AUC" in output
+    last = read_events(tmp_path / "r")[-1]
+    assert (last["event"], last["interrupted"]) == ("run_finished", True)
+
+
+def test_the_live_view_on_a_terminal(tmp_path: Path) -> None:
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [*HOLDFAST, "train", *SMALL, "--set", "data.samples=30000", "--set", "test_every=100"],
+        cwd=tmp_path, stdout=child, stderr=child, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )  # fmt: skip
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(parent, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        shown += piece
+    os.close(parent)
+    assert process.wait(timeout=60) == 0
+    for part in (b"loss ", b"test AUC ", b"samples/s", b" left", b"%", b"finished after"):
+        assert part in shown, part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "--set", "batchsize=3"], 1, "there is no key batchsize; did you mean batch_size?"),
+        (["train", "nowhere.yaml"], 1, "nowhere.yaml cannot be read"),
+        (["train", "--set", "data.source=criteo", "--set", "data.paths=[none.tsv]"], 1, "none.tsv"),
+        (
+            ["train", "--set", "optimizer.name=sgd", "--set", "optimizer.lr=1e30", "--set", "max_steps=30"],
+            1,
+            "lower",
+        ),
+        (["bench", "nothing"], 1, "there is no bench 'nothing'"),
+        (["trian"], 2, "No such command"),
+        (["train", "--sed", "1"], 2, "No such option"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_a_code(
+    tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    done = holdfast(*arguments, cwd=tmp_path)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_an_example() -> None:
+    for command in ("train", "bench"):
+        done = holdfast(command, "--help", cwd=Path.cwd())
+        assert done.returncode == 0
+        assert "Example: holdfast" in done.stdout
+    assert "holdfast 0." in holdfast("--version", cwd=Path.cwd()).stdout
+
+
+def test_bench_without_a_name_lists_all() -> None:
+    done = holdfast("bench", cwd=Path.cwd())
+    assert done.returncode == 0
+    assert "train" in done.stdout
+
+
+def test_tensorboard_files(tmp_path: Path) -> None:
+    done = holdfast(
+        "train", *SMALL, "--set", "max_steps=30", "--set", "tensorboard=true", "--run", "r", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "r" / "tensorboard").glob("events.out.*"))

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.events import EventLog, read_events
+
+
+def test_events_are_on_disk_as_soon_as_they_happen(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.emit("one", figure=1.5, name="x", missing=float("nan"))
+    (event,) = read_events(tmp_path)  # before close: a crash right here must not lose it
+    assert event["event"] == "one"
+    assert (event["figure"], event["name"], event["missing"]) == (1.5, "x", None)
+    assert event["seconds"] >= 0
+    log.close()
+    log.emit("late")
+    assert len(read_events(tmp_path)) == 1
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: object) -> None:
+    EventLog(None).emit("one")
+    assert list(tmp_path.iterdir()) == []

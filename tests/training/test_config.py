@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.training.config import Config, CriteoConfig, SyntheticConfig, load, to_yaml
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_everything_has_a_default() -> None:
+    assert load() == Config()
+    assert isinstance(load().data, SyntheticConfig)
+
+
+def test_file_then_overrides_then_top_level(tmp_path: Path) -> None:
+    path = write(tmp_path, "batch_size: 10\noptimizer: {name: sgd, lr: 0.5}\nseed: 1\n")
+    config = load(path, ["optimizer.lr=0.25", "batch_size=20", "model.top=[8, 1]"], seed=7, run=None)
+    assert (config.batch_size, config.optimizer.name, config.optimizer.rate) == (20, "sgd", 0.25)
+    assert (config.seed, config.model.top, config.run) == (7, (8, 1), None)
+
+
+def test_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    config = load(None, ["data.source=criteo", "data.paths=[a.tsv]", "optimizer.name=adam"])
+    assert isinstance(config.data, CriteoConfig)
+    assert load(write(tmp_path, to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("2E+4", 2e4), (".5e1", 5.0), ("3", 3.0)])
+def test_numbers_as_people_write_them(text: str, value: float) -> None:
+    assert load(None, [f"optimizer.lr={text}"]).optimizer.rate == value
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batchsize=3", r"no key batchsize; did you mean batch_size\?"),
+        ("optimizer.learning=3", r"no key optimizer\.learning; optimizer has name, lr"),
+        ("optimizer.nam=sgd", r"did you mean optimizer\.name\?"),
+        ("lr=0.1", r"no key lr; did you mean optimizer\.lr\?"),
+        ("data.paths=[x]", r"no key data\.paths"),
+        ("data.source=parquet", r"data\.source is 'parquet': expected 'synthetic' or 'criteo'"),
+        ("data.source=criteo", r"data.*paths"),
+        ("batch_size=big", r"batch_size: expected `int`, got `str`"),
+        ("batch_size=0", r"batch_size: expected `int` >= 1"),
+        ("batch_size=1.5", r"batch_size: expected `int`"),
+        ("optimizer.lr=-1", r"optimizer\.lr: expected"),
+        ("optimizer.name=sdg", r"optimizer\.name: invalid enum value 'sdg'"),
+        ("optimizer=sgd", r"optimizer: expected `object`"),
+        ("optimizer.lr.x=1", r"no key|not a section|expected"),
+        ("model.preset=criteo", r"model\.preset: invalid"),
+        ("model.dim=8", r"model\.bottom ends in 16 but model\.dim is 8"),
+        ("model.top=[5]", r"model\.top ends in 5: expected 1"),
+        ("model.top=[]", r"model\.top"),
+        ("nonsense", r"expected key=value"),
+        ("=3", r"expected key=value"),
+        ("batch_size=[", r"not a YAML value"),
+    ],
+)
+def test_mistakes_are_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("- a\n- b\n", "holds a list"),
+        ("\x00", "is not YAML"),
+        ("1: 2\n", "no key 1"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml cannot be read: No such file"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_yaml_cannot_run_code(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load(write(tmp_path, "seed: !!python/object/apply:os.system ['true']\n"))
