@@ -164,9 +164,7 @@ class Files:
         is_folder = stat.S_ISDIR(status.st_mode)
         if not is_folder and not stat.S_ISREG(status.st_mode):
             where = f"{folder}/{item.name}" if folder else item.name
-            raise UnsafeName(
-                f"{where!r} in {self._root_path} is a link or a device, not a file: remove it"
-            )
+            raise UnsafeName(f"{where!r} in {self._root_path} is a link or a device, not a file: remove it")
         return Entry(item.name, is_folder, status.st_size, status.st_mtime)
 
     def _make_root(self) -> None:
