@@ -16,8 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,9 +154,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], endpoint: str, log: Path
 
     deadline = time.monotonic() + _SECONDS_TO_START
     while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError, BaseError, OSError):
-            with contextlib.suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(endpoint, timeout=1).close()
+        with contextlib.suppress(BaseError, OSError):
             store = S3Store(
                 BUCKET,
                 endpoint=endpoint,

@@ -197,10 +197,10 @@ class S3Store(Store):
     """
 
     def __init__(self, url: str, *, create: bool, options: S3Options) -> None:
-        self.url = url.rstrip("/")
-        bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
         if not bucket:
             raise ConfigError(f"{url!r} names no bucket: write s3://bucket/prefix")
+        self.url = url.rstrip("/")
         self._lease_seconds = options.lease_seconds
         with _explained("open", f"the store {self.url}"):
             self._bucket = Bucket(bucket, prefix=prefix or None, **options.bucket_settings())
