@@ -220,12 +220,14 @@ def _change(names: dict[str, int], path: str, file: int | None) -> None:
         names[path] = file
 
 
-def crash_states(journal: Journal, *, mixed: int = 2, seed: int = 0) -> Iterator[CrashState]:
+def crash_states(
+    journal: Journal, *, mixed: int = 2, seed: int = 0, distinct: bool = True
+) -> Iterator[CrashState]:
     """Yield, for every prefix of ``journal`` from none to all of it, what a crash there may leave.
 
     Per prefix: everything unsynced lost; everything kept; names kept but unsynced content lost; and ``mixed``
-    random selections, the same for the same ``seed``. A state that was yielded before with the same marks is
-    not yielded again.
+    random selections, the same for the same ``seed``. With ``distinct``, a tree that was yielded before with
+    the same marks is not yielded again: checking it twice would find nothing new.
     """
     disk = _Disk(journal.base or {})
     chance = random.Random(seed)
@@ -240,7 +242,7 @@ def crash_states(journal: Journal, *, mixed: int = 2, seed: int = 0) -> Iterator
                 disk.apply(operation)
         for kind, tree in _trees(disk, mixed, chance):
             key = (marks, frozenset(tree.items()))
-            if key not in seen:
+            if not distinct or key not in seen:
                 seen.add(key)
                 yield CrashState(prefix, kind, marks, tree, disk.written)
 

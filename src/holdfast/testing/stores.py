@@ -10,12 +10,15 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
 from holdfast.checkpoint.store import ObjectInfo, Store
 from holdfast.errors import AlreadyExists, ObjectMissing, StoreError, StoreLocked, UnsafeName
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 BAD_NAMES = (
     "",
@@ -100,7 +103,7 @@ class StoreContract:
     def test_an_object_is_its_parts_one_after_the_other(self, store: Store) -> None:
         """Parts may be of any contiguous type, and empty."""
         floats = array.array("f", [1.5, -2.0, 0.25])
-        parts = [b"head", b"", bytearray(b"-body-"), memoryview(b"xtailx")[1:5], floats]
+        parts: list[Buffer] = [b"head", b"", bytearray(b"-body-"), memoryview(b"xtailx")[1:5], floats]
         assert store.put("a/b/c.bin", parts) == 14 + 12
         assert content_of(store, "a/b/c.bin") == b"head-body-tail" + floats.tobytes()
 

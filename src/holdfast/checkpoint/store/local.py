@@ -88,7 +88,8 @@ class LocalReader(ObjectReader):
         """Close the file."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
-            self._files.close(handle)
+            with suppress(OSError):  # it says nothing about the bytes that were read
+                self._files.close(handle)
 
 
 class LocalStore(Store):

@@ -63,6 +63,8 @@ class LocalLock(WriterLock):
             _held.discard(self)
             with suppress(OSError):
                 os.ftruncate(handle, 0)
+                # Closing alone would leave it to a child that was forked a moment ago.
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
     def _drop_in_child(self) -> None:
