@@ -18,8 +18,10 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from holdfast.checkpoint.store.base import WriterLock
-from holdfast.checkpoint.store.local_lock import read_holder
+from holdfast.checkpoint.store.local_lock import NONSENSE, read_holder
 from holdfast.errors import StoreError, StoreLocked
+
+_END_OF_CALENDAR = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 
 
 class LeaseChanged(Exception):
@@ -120,7 +122,7 @@ class Lease(WriterLock):
         return json.dumps(note).encode()
 
     def _is_ours(self, content: bytes) -> bool:
-        with suppress(ValueError, TypeError, KeyError):
+        with suppress(*NONSENSE):
             return bool(json.loads(content)["owner"] == self._owner)
         return False
 
@@ -141,6 +143,7 @@ class Lease(WriterLock):
 def _ends(content: bytes) -> float:
     """Return when a lease ends; one that cannot be read has ended, or it would lock the store for ever."""
     try:
-        return float(json.loads(content)["expires"])
-    except (ValueError, TypeError, KeyError):
+        ends = float(json.loads(content)["expires"])
+    except NONSENSE:
         return 0.0
+    return ends if 0.0 <= ends < _END_OF_CALENDAR else 0.0

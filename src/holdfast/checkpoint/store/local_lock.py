@@ -13,13 +13,16 @@ from holdfast.checkpoint.store.base import LOCK_FILE, WriterLock
 from holdfast.checkpoint.store.local_files import Files
 from holdfast.errors import StoreLocked
 
+# What reading a note can raise that someone else wrote, be it by mistake or on purpose.
+NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+
 
 def read_holder(note: bytes) -> tuple[str, int]:
     """Return host and process of a lock's note; ("unknown", 0) if it says nothing that makes sense."""
     try:
         holder = json.loads(note)
         return str(holder["host"]), int(holder["pid"])
-    except (ValueError, TypeError, KeyError):
+    except NONSENSE:
         return "unknown", 0
 
 

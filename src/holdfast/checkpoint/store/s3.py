@@ -240,7 +240,9 @@ class S3Store(Store):
     def publish(self, name: str, data: bytes) -> None:
         """Create an object by one conditional request; see `Store.publish`.
 
-        Uploads are durable when they return, so nothing is left to sync.
+        Uploads are durable when they return, so nothing is left to sync. When the connection is lost for
+        good, nobody can tell whether the server carried the last request out: the object may appear after
+        the `StoreError`, whole.
         """
         self._create(check_name(name), data)
 
@@ -291,10 +293,20 @@ class S3Store(Store):
                     attributes={_WRITER_MARK: mark},
                     use_multipart=False,
                 )
+            # A request whose answer was lost was carried out all the same. Repeated, it finds what it wrote
+            # itself, or it gives up; either way the mark tells whose the object is.
             except obstore_errors.AlreadyExistsError:
-                # A request whose answer was lost is repeated, and then finds what it wrote itself.
-                if obstore.get(self._bucket, name).attributes.get(_WRITER_MARK) != mark:
+                if not self._bears(name, mark):
                     raise self._taken(name) from None
+            except obstore_errors.GenericError:
+                if not self._bears(name, mark):
+                    raise
+
+    def _bears(self, name: str, mark: str) -> bool:
+        try:
+            return obstore.get(self._bucket, name).attributes.get(_WRITER_MARK) == mark
+        except (obstore_errors.BaseError, OSError):
+            return False
 
     def _taken(self, name: str) -> AlreadyExists:
         return AlreadyExists(
