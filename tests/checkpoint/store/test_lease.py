@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
-from holdfast.checkpoint.store import lease as lease_module
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
 from holdfast.errors import StoreError, StoreLocked
 
@@ -58,7 +58,7 @@ def shared() -> MemoryObject:
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     now = [1_000_000.0]
-    monkeypatch.setattr(lease_module.time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds
@@ -132,9 +132,31 @@ def test_it_is_renewed_in_the_background_also_after_a_failure(shared: MemoryObje
     assert json.loads(shared.content)["expires"] == 0
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff", b"[]", b"{}", b'{"expires": "soon"}', b'{"expires": null}']
+NONSENSE = (
+    b"",
+    b"\xff",
+    b"[]",
+    b"{}",
+    b'{"expires": "soon"}',
+    b'{"expires": null}',
+    b'{"expires": Infinity, "host": "h", "pid": Infinity}',
+    b'{"expires": NaN}',
+    b'{"expires": 1e300}',
+    b'{"expires": ' + b"[" * 100_000,
 )
+
+
+@pytest.mark.parametrize("content", NONSENSE, ids=lambda content: repr(content)[:30])
 def test_a_lease_that_makes_no_sense_locks_nobody_out(shared: MemoryObject, content: bytes) -> None:
     shared.content = content
     Lease(shared, "s3://b", LONG).release()
+
+
+@pytest.mark.parametrize("content", NONSENSE, ids=lambda content: repr(content)[:30])
+def test_a_lease_that_turns_into_nonsense_is_lost(shared: MemoryObject, content: bytes) -> None:
+    lease = Lease(shared, "s3://b", LONG)
+    shared.content = content
+    shared.version += 1
+    with pytest.raises(StoreLocked, match="process unknown on host unknown"):
+        lease.renew()
+    lease.release()

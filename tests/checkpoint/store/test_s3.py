@@ -128,7 +128,7 @@ class TestAccess:
     def test_a_wrong_key_is_refused_at_once(
         self, s3_server: S3Server, url: str, wrong: dict[str, str]
     ) -> None:
-        with pytest.raises(StoreError, match="no permission to open .*check the access key"):
+        with pytest.raises(StoreError, match=r"no permission to open .*check the access key"):
             open_store(url, create=True, options=s3_server.options(**wrong))
 
     def test_a_bucket_that_is_not_there(self, s3_server: S3Server) -> None:
