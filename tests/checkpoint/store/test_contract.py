@@ -69,6 +69,18 @@ class TestFsspecMemory(StoreContract):
         fsspec.filesystem("memory").rm("/", recursive=True)
 
 
+class TestFsspecLocal(StoreContract):
+    publishes_exclusively = False
+    many_objects = 30
+
+    @pytest.fixture
+    def opener(self, tmp_path: Path) -> Opener:
+        def opened(*, create: bool) -> Store:
+            return open_store(f"local://{tmp_path}/new/store", create=create)
+
+        return opened
+
+
 def test_the_package_needs_no_optional_package() -> None:
     code = (
         "import sys, holdfast.checkpoint.store as s; s.open_store(sys.argv[1], create=False).list();"

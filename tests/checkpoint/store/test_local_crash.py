@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections import Counter
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.errors import AlreadyExists
+from holdfast.errors import AlreadyExists, StoreError
 from holdfast.testing.crash import CrashState, Journal, RecordingFiles, crash_states, materialise
 from holdfast.testing.stores import content_of, names_in
 
@@ -113,6 +114,30 @@ def test_after_any_crash_the_next_writer_can_work(tmp_path: Path) -> None:
             assert content_of(store, "versions/next") == manifest("chunks/next")
         assert not list(place.rglob(".partial-*"))
         shutil.rmtree(place)
+
+
+class SyncFailsOnce(RecordingFiles):
+    failures = 0
+
+    def fsync_dir(self, path: str) -> None:
+        if not self.failures:
+            self.failures += 1
+            raise OSError(errno.EIO, "Input/output error")
+        super().fsync_dir(path)
+
+
+def test_a_sync_that_failed_is_made_up_for(tmp_path: Path) -> None:
+    journal = Journal()
+    files = SyncFailsOnce(journal)
+    with LocalStore(tmp_path / "store", create=True, files=files) as store:
+        store.put("chunk", [b"whole"])
+        with pytest.raises(StoreError):
+            store.publish("versions/v1", manifest("chunk"))
+        store.publish("versions/v1", manifest("chunk"))
+    assert files.failures == 1
+    for state in crash_states(journal, mixed=8):
+        if "versions/v1" in state.tree:
+            assert state.content("chunk") == b"whole"
 
 
 class NoFileSync(RecordingFiles):

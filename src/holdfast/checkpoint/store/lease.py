@@ -76,8 +76,7 @@ class Lease(WriterLock):
         self._released.set()
         with self._guard, suppress(StoreError, LeaseChanged):
             # Replaced by one that has ended, not deleted: a delete could hit a successor's lease.
-            if self._taken_by is None:
-                self._object.replace(self._note(0.0), self._tag)
+            self._object.replace(self._note(0.0), self._tag)
         self._renewer.join()
 
     def _take(self) -> str:

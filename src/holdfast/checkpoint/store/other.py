@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _LEASE_SECONDS = 60.0
+_MISSING = (FileNotFoundError, NotADirectoryError)
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
@@ -49,7 +50,7 @@ def _explained(doing: str, what: str) -> Iterator[None]:
         yield
     except StoreError:
         raise
-    except FileNotFoundError:
+    except _MISSING:
         raise ObjectMissing(f"there is no object {what}: it was deleted or never written") from None
     except PermissionError as error:
         raise StoreError(f"no permission to {doing} {what} ({error}): check the credentials") from error
@@ -145,7 +146,7 @@ class FsspecStore(Store):
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects one by one; see `Store.delete`."""
         for name in [check_name(name) for name in names]:
-            with _explained("delete", f"{name!r} in {self.url}"), suppress(FileNotFoundError):
+            with _explained("delete", f"{name!r} in {self.url}"), suppress(*_MISSING):
                 self._system.rm_file(self._path(name))
 
     def lock_writer(self) -> WriterLock:
