@@ -5,7 +5,12 @@
     ├── DataError            training data that cannot be read
     │   ├── BadLine          one line of it, with file and line number
     │   └── WrongReaderState a reader was given a state that is not its own
-    └── TrainingDiverged     the loss is no longer a number
+    ├── TrainingDiverged     the loss is no longer a number
+    └── StoreError           a store of checkpoints that cannot be read or written
+        ├── ObjectMissing    an object that is not there
+        ├── AlreadyExists    an object that is there and must not be overwritten
+        ├── StoreLocked      another writer holds the store
+        └── UnsafeName       a name that could lead out of the store
 
 A message is one sentence that names the thing, what was expected, what was
 found, and the cure. Anything else that escapes is a bug in Holdfast.
@@ -46,3 +51,33 @@ class WrongReaderState(DataError):
 
 class TrainingDiverged(HoldfastError):
     """The loss became NaN or infinite: nothing that training does from there on can help."""
+
+
+class StoreError(HoldfastError):
+    """A store of checkpoints that is missing, full, unreachable or damaged."""
+
+
+class ObjectMissing(StoreError):
+    """An object was asked for that the store does not hold."""
+
+
+class AlreadyExists(StoreError):
+    """An object was to be created under a name that is taken; it was left as it was."""
+
+
+class StoreLocked(StoreError):
+    """Another writer holds the store.
+
+    Attributes:
+        host: the machine of the writer that holds it, "unknown" if it did not say.
+        pid: that writer's process, 0 if it did not say.
+    """
+
+    def __init__(self, message: str, host: str, pid: int) -> None:
+        super().__init__(message)
+        self.host = host
+        self.pid = pid
+
+
+class UnsafeName(StoreError):
+    """A name that no writer of Holdfast chooses, or a link or device in place of a file."""

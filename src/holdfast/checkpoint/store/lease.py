@@ -1,0 +1,148 @@
+"""One writer at a time where nothing frees a lock by itself: a lease that runs out.
+
+The lease is an object that names its holder and the moment when it ends. Its holder renews it; another
+writer may take it over once it has ended. Clocks of different machines differ, so a lease is only an early
+warning that two jobs write to one store. What keeps versions whole is that `Store.publish` is conditional.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Protocol
+
+from holdfast.checkpoint.store.base import WriterLock
+from holdfast.checkpoint.store.local_lock import NONSENSE, read_holder
+from holdfast.errors import StoreError, StoreLocked
+
+_END_OF_CALENDAR = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+
+
+class LeaseChanged(Exception):
+    """The lease is not what it was when it was read: another writer was faster."""
+
+
+class LeaseObject(Protocol):
+    """What a store offers for a lease; a tag identifies one state of the object."""
+
+    def read(self) -> tuple[bytes, str] | None:
+        """Return content and tag, or None if there is no lease."""
+
+    def create(self, content: bytes) -> str:
+        """Write the lease and return its tag, or raise `LeaseChanged` if there is one."""
+
+    def replace(self, content: bytes, tag: str) -> str:
+        """Write the lease and return its new tag, or raise `LeaseChanged` if its tag is not ``tag``."""
+
+
+class Lease(WriterLock):
+    """A held lease, renewed from a thread of its own at a third of its length."""
+
+    def __init__(self, lease: LeaseObject, url: str, seconds: float) -> None:
+        """Take the lease, or raise `StoreLocked`."""
+        self._object = lease
+        self._url = url
+        self._seconds = seconds
+        self._owner = secrets.token_hex(8)
+        self._guard = threading.Lock()
+        self._released = threading.Event()
+        self._taken_by: StoreLocked | None = None
+        self._tag = self._take()
+        self._renewer = threading.Thread(target=self._keep, name="holdfast-lease", daemon=True)
+        self._renewer.start()
+
+    def renew(self) -> None:
+        """Prolong the lease; raises `StoreLocked` if another writer took it over after it had run out."""
+        with self._guard:
+            if self._taken_by is not None:
+                raise self._taken_by
+            if self._released.is_set():
+                raise StoreError(f"the lease on {self._url} was released: lock the store again")
+            try:
+                self._tag = self._object.replace(self._note(self._seconds), self._tag)
+            except LeaseChanged:
+                self._adopt_or_give_up()
+
+    def release(self) -> None:
+        """End the lease now, unless another writer has taken it over."""
+        if self._released.is_set():
+            return
+        self._released.set()
+        with self._guard, suppress(StoreError, LeaseChanged):
+            # Replaced by one that has ended, not deleted: a delete could hit a successor's lease.
+            self._object.replace(self._note(0.0), self._tag)
+        self._renewer.join()
+
+    def _take(self) -> str:
+        found = self._object.read()
+        try:
+            if found is None:
+                return self._object.create(self._note(self._seconds))
+            content, tag = found
+            if _ends(content) > time.time():
+                raise self._held_by(content)
+            return self._object.replace(self._note(self._seconds), tag)
+        except LeaseChanged:
+            found = self._object.read()
+            if found is not None and self._is_ours(found[0]):
+                return found[1]  # our request was carried out, and repeated because its answer was lost
+            raise self._held_by(found[0] if found else b"") from None
+
+    def _adopt_or_give_up(self) -> None:
+        found = self._object.read()
+        if found is not None and self._is_ours(found[0]):
+            self._tag = found[1]
+            return
+        self._taken_by = self._held_by(found[0] if found else b"")
+        raise self._taken_by
+
+    def _keep(self) -> None:
+        while not self._released.wait(self._seconds / 3):
+            try:
+                self.renew()
+            except StoreLocked:
+                return  # the writer is told by its own next renew()
+            except StoreError:
+                continue  # out of reach for now; there are two more tries before the lease ends
+
+    def _note(self, seconds: float) -> bytes:
+        note = {
+            "owner": self._owner,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "expires": time.time() + seconds if seconds else 0.0,
+        }
+        return json.dumps(note).encode()
+
+    def _is_ours(self, content: bytes) -> bool:
+        with suppress(*NONSENSE):
+            return bool(json.loads(content)["owner"] == self._owner)
+        return False
+
+    def _held_by(self, content: bytes) -> StoreLocked:
+        host, pid = read_holder(content)
+        ends = _ends(content)
+        when = (
+            datetime.fromtimestamp(ends, UTC).isoformat(timespec="seconds") if ends > 0 else "an unknown time"
+        )
+        return StoreLocked(
+            f"{self._url} is being written by process {pid or 'unknown'} on host {host}: "
+            f"stop it, or wait until its lease runs out at {when}",
+            host,
+            pid,
+        )
+
+
+def _ends(content: bytes) -> float:
+    """Return when a lease ends; one that cannot be read has ended, or it would lock the store for ever."""
+    try:
+        ends = float(json.loads(content)["expires"])
+    except NONSENSE:
+        return 0.0
+    return ends if 0.0 <= ends < _END_OF_CALENDAR else 0.0

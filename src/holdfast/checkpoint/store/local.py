@@ -1,0 +1,289 @@
+"""A store in a folder of a local or network disk.
+
+An object is written under a hidden name, synced, and only then given its own name by a hard link, which
+fails if the name is taken. So an object that can be seen is whole, whatever crashed and when.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoint.store.base import (
+    LOCK_FILE,
+    PARTIAL_PREFIX,
+    ObjectInfo,
+    ObjectReader,
+    ReadRequest,
+    Store,
+    WriterLock,
+    byte_views,
+    check_name,
+    check_prefix,
+    is_name,
+)
+from holdfast.checkpoint.store.local_files import Entry, Files, split
+from holdfast.checkpoint.store.local_lock import LocalLock
+from holdfast.errors import AlreadyExists, ObjectMissing, StoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Files", "LocalStore"]
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_LINKS = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def explain(error: OSError, doing: str, what: str) -> StoreError:
+    """Turn an `OSError` into a sentence with a cure."""
+    reason = error.strerror or str(error)
+    if error.errno in _NO_SPACE:
+        return StoreError(
+            f"no space left to {doing} {what}: free some, or let the policy keep fewer versions"
+        )
+    if error.errno in _NO_PERMISSION:
+        return StoreError(f"no permission to {doing} {what} ({reason}): check its owner, mode and mount")
+    if error.errno in _NO_LINKS:
+        return StoreError(f"could not {doing} {what}: its file system has no hard links: use another folder")
+    return StoreError(f"could not {doing} {what} ({reason}): check the disk, then try again")
+
+
+@contextmanager
+def _explained(doing: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise explain(error, doing, what) from error
+
+
+class LocalReader(ObjectReader):
+    """An open file; it stays readable when its name is deleted."""
+
+    def __init__(self, files: Files, name: str, url: str, handle: int, size: int) -> None:
+        self._files = files
+        self._handle = handle
+        self._what = f"{name!r} in {url}"
+        self.name = name
+        self.size = size
+
+    def _fill(self, requests: list[ReadRequest]) -> None:
+        with _explained("read", self._what):
+            for request in requests:
+                filled = 0
+                while filled < request.into.nbytes:
+                    offset = request.offset + filled
+                    count = self._files.preadv(self._handle, request.into[filled:], offset)
+                    if not count:  # it was longer when it was opened
+                        raise self._too_short(request.end, offset)
+                    filled += count
+
+    def close(self) -> None:
+        """Close the file."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            with suppress(OSError):  # it says nothing about the bytes that were read
+                self._files.close(handle)
+
+
+class LocalStore(Store):
+    """Objects as files in a folder; see `Store` for the contract.
+
+    Names in a folder are synced in batches: `put` leaves that to the next `publish` or `sync`, which syncs
+    each folder that changed once, however many objects went into it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool, files: Files | None = None) -> None:
+        self.url = os.fspath(path)
+        self._files = files or Files()
+        self._known_folders: set[str] = {""}
+        self._unsynced: set[str] = set()
+        self._unsynced_guard = threading.Lock()
+        # One sync at a time: a second publish must not overtake the sync that its own puts rely on.
+        self._syncing = threading.Lock()
+        if not create and not os.path.isdir(self.url):
+            raise StoreError(f"no store at {self.url}: check the path, or save a checkpoint there first")
+        with _explained("open", f"the store {self.url}"):
+            self._files.open_root(self.url, create)
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> int:
+        """Write, sync and name a new file; see `Store.put`."""
+        views = byte_views(parts)
+        size = sum(view.nbytes for view in views)
+        with self._creating(name):
+            self._make_folder_of(name)
+            self._create_whole(name, views)
+        return size
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Sync everything, then write, sync and name a file and sync its name; see `Store.publish`."""
+        with self._creating(name):
+            self._make_folder_of(name)
+            self._sync_folders()  # first: whoever sees the new name may rely on all earlier puts
+            self._create_whole(name, byte_views([data]))
+            try:
+                self._files.fsync_dir(split(name)[0])
+            except BaseException:
+                # The caller is told that it failed, so it must not be found later.
+                with suppress(OSError):
+                    self._files.unlink(name)
+                raise
+
+    def sync(self) -> None:
+        """Make the names of all earlier puts durable."""
+        with _explained("sync", f"the store {self.url}"):
+            self._sync_folders()
+
+    def open(self, name: str) -> ObjectReader:
+        """Open a file; see `Store.open`."""
+        check_name(name)
+        try:
+            handle, size = self._files.open_read(name)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ObjectMissing(
+                f"{self.url} has no object {name!r}: it was deleted or never written"
+            ) from None
+        except OSError as error:
+            raise explain(error, "open", f"{name!r} in {self.url}") from error
+        return LocalReader(self._files, name, self.url, handle, size)
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """List files by prefix; see `Store.list`. A link or device among them is refused by name."""
+        folder = split(check_prefix(prefix))[0]
+        found: list[ObjectInfo] = []
+        with _explained("list", f"the store {self.url}"):
+            for name, entry in self._walk(folder):
+                if name.startswith(prefix) and is_name(name) and not entry.is_folder:
+                    found.append(ObjectInfo(name, entry.size, entry.modified))
+        return sorted(found, key=lambda info: info.name)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove files and sync their folders; see `Store.delete`."""
+        doomed = [check_name(name) for name in names]
+        changed: set[str] = set()
+        with _explained("delete from", f"the store {self.url}"):
+            try:
+                for name in doomed:
+                    with suppress(FileNotFoundError, NotADirectoryError):
+                        self._files.unlink(name)
+                        changed.add(split(name)[0])
+            finally:
+                for folder in sorted(changed):
+                    self._files.fsync_dir(folder)
+
+    def lock_writer(self) -> WriterLock:
+        """Take the lock and clear away what a writer that died left half done; see `Store.lock_writer`."""
+        with _explained("lock", f"the store {self.url}"):
+            lock = LocalLock(self._files, self.url)
+            try:
+                self._adopt()
+            except BaseException:
+                lock.release()
+                raise
+        return lock
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._files.close_root()
+
+    @contextmanager
+    def _creating(self, name: str) -> Iterator[None]:
+        check_name(name)
+        try:
+            yield
+        except FileExistsError:
+            raise AlreadyExists(
+                f"{self.url} has an object {name!r} already: another writer may be at work, stop one of them"
+            ) from None
+        except OSError as error:
+            raise explain(error, "write", f"{name!r} in {self.url}") from error
+
+    def _create_whole(self, name: str, views: Sequence[memoryview]) -> None:
+        if self._files.exists(name):  # the link below decides; this only saves a long write for nothing
+            raise FileExistsError(name)
+        folder, _ = split(name)
+        hidden = PARTIAL_PREFIX + secrets.token_hex(8)
+        partial = f"{folder}/{hidden}" if folder else hidden
+        handle = self._files.create(partial)
+        try:
+            try:
+                self._write_all(handle, views)
+                self._files.fsync(handle)  # before the name: an object that can be seen is whole
+            finally:
+                self._files.close(handle)
+            with self._unsynced_guard:
+                self._unsynced.add(folder)
+            self._files.link(partial, name)
+        finally:
+            # What cannot be removed now is never listed, and the next writer clears it away.
+            with suppress(OSError):
+                self._files.unlink(partial)
+
+    def _write_all(self, handle: int, views: Sequence[memoryview]) -> None:
+        waiting = list(views)
+        first = 0
+        while first < len(waiting):
+            count = self._files.writev(handle, waiting[first:])
+            while first < len(waiting) and count >= waiting[first].nbytes:
+                count -= waiting[first].nbytes
+                first += 1
+            if count:
+                waiting[first] = waiting[first][count:]
+
+    def _make_folder_of(self, name: str) -> None:
+        folder, _ = split(name)
+        if folder in self._known_folders:
+            return
+        self._make_folder_of(folder)
+        with suppress(FileExistsError):
+            self._files.mkdir(folder)
+        with self._unsynced_guard:
+            # Also when it was there: its maker may have died before syncing its name.
+            self._unsynced.add(split(folder)[0])
+        self._known_folders.add(folder)
+
+    def _sync_folders(self) -> None:
+        with self._syncing:
+            with self._unsynced_guard:
+                folders, self._unsynced = self._unsynced, set()
+            try:
+                # Parents before children: a durable name in a folder that is lost is lost too.
+                for folder in sorted(folders):
+                    self._files.fsync_dir(folder)
+            except BaseException:
+                with self._unsynced_guard:
+                    self._unsynced |= folders
+                raise
+
+    def _adopt(self) -> None:
+        """Take over what is in the folder from a writer that may have died at any line."""
+        folders = {""}
+        for name, entry in self._walk(""):
+            if entry.is_folder:
+                folders.add(name)
+            elif split(name)[1].startswith(PARTIAL_PREFIX):
+                with suppress(OSError):
+                    self._files.unlink(name)
+        # Names that it did not sync can be seen, so the next publish must make them durable.
+        with self._unsynced_guard:
+            self._unsynced |= folders
+
+    def _walk(self, folder: str) -> Iterator[tuple[str, Entry]]:
+        """Yield what is below ``folder``; folders that no store makes are left alone."""
+        try:
+            entries = self._files.scan(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if name == LOCK_FILE:
+                continue
+            yield name, entry
+            if entry.is_folder and is_name(name):
+                yield from self._walk(name)

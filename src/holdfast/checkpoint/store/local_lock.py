@@ -1,0 +1,88 @@
+"""One writer at a time on a local disk: a lock that the kernel frees when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from contextlib import suppress
+from weakref import WeakSet
+
+from holdfast.checkpoint.store.base import LOCK_FILE, WriterLock
+from holdfast.checkpoint.store.local_files import Files
+from holdfast.errors import StoreLocked
+
+# What reading a note can raise that someone else wrote, be it by mistake or on purpose.
+NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+
+
+def read_holder(note: bytes) -> tuple[str, int]:
+    """Return host and process of a lock's note; ("unknown", 0) if it says nothing that makes sense."""
+    try:
+        holder = json.loads(note)
+        return str(holder["host"]), int(holder["pid"])
+    except NONSENSE:
+        return "unknown", 0
+
+
+class LocalLock(WriterLock):
+    """An flock on the store's lock file, which holds the host and the process of the writer."""
+
+    def __init__(self, files: Files, url: str) -> None:
+        """Take the lock, or raise `StoreLocked`."""
+        self._files = files
+        self._url = url
+        self._handle = files.open_lock(LOCK_FILE)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            host, pid = read_holder(os.pread(self._handle, 4096, 0))
+            os.close(self._handle)
+            raise StoreLocked(
+                f"{url} is being written by process {pid or 'unknown'} on host {host}: "
+                f"stop it or choose another store",
+                host,
+                pid,
+            ) from None
+        except BaseException:
+            os.close(self._handle)
+            raise
+        _held.add(self)
+        with suppress(OSError):  # on a full disk the lock still holds; only its note is missing
+            note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, note, 0)
+
+    def renew(self) -> None:
+        """Check that nobody has removed the lock file, which would let a second writer in."""
+        if self._handle < 0 or not self._files.is_same_file(self._handle, LOCK_FILE):
+            raise StoreLocked(f"the lock on {self._url} was taken away: close this writer", "unknown", 0)
+
+    def release(self) -> None:
+        """Unlock. The file stays: removing it could let two writers lock two files."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            _held.discard(self)
+            with suppress(OSError):
+                os.ftruncate(handle, 0)
+                # Closing alone would leave it to a child that was forked a moment ago.
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
+
+    def _drop_in_child(self) -> None:
+        handle, self._handle = self._handle, -1
+        os.close(handle)
+
+
+_held: WeakSet[LocalLock] = WeakSet()
+
+
+def _drop_locks_in_child() -> None:
+    # A forked child (a data loader's worker) shares the lock, and would hold it after its parent's death.
+    for lock in list(_held):
+        lock._drop_in_child()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_locks_in_child)

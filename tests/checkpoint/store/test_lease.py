@@ -1,0 +1,162 @@
+"""A lease without a store: who holds it, and until when."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.checkpoint.store.lease import Lease, LeaseChanged
+from holdfast.errors import StoreError, StoreLocked
+
+LONG = 1000.0  # longer than any test, so that the renewing thread does not stir
+
+
+class MemoryObject:
+    """A lease in memory, with faults."""
+
+    def __init__(self) -> None:
+        self.content: bytes | None = None
+        self.version = 0
+        self.answers_to_lose = 0
+        self.is_out_of_reach = False
+        self.written = threading.Condition()
+
+    def read(self) -> tuple[bytes, str] | None:
+        return None if self.content is None else (self.content, str(self.version))
+
+    def create(self, content: bytes) -> str:
+        return self._write(content, self.content is None)
+
+    def replace(self, content: bytes, tag: str) -> str:
+        return self._write(content, tag == str(self.version))
+
+    def _write(self, content: bytes, allowed: bool) -> str:
+        with self.written:
+            if self.is_out_of_reach:
+                self.written.notify_all()
+                raise StoreError("out of reach")
+            if not allowed:
+                raise LeaseChanged
+            self.content = content
+            self.version += 1
+            self.written.notify_all()
+            if self.answers_to_lose:
+                self.answers_to_lose -= 1
+                raise LeaseChanged  # what a repeated request is told
+            return str(self.version)
+
+
+@pytest.fixture
+def shared() -> MemoryObject:
+    return MemoryObject()
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    now = [1_000_000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    return pass_time
+
+
+def test_a_lease_can_be_taken_over_only_after_its_end(
+    shared: MemoryObject, pass_time: Callable[[float], None]
+) -> None:
+    first = Lease(shared, "s3://b", LONG)
+    pass_time(LONG - 1)
+    with pytest.raises(StoreLocked, match="s3://b is being written by process"):
+        Lease(shared, "s3://b", LONG)
+    first.renew()
+    pass_time(LONG - 1)
+    with pytest.raises(StoreLocked):
+        Lease(shared, "s3://b", LONG)
+    pass_time(2)
+    second = Lease(shared, "s3://b", LONG)
+    for _ in range(2):
+        with pytest.raises(StoreLocked):
+            first.renew()
+    first.release()  # must not end the second's
+    with pytest.raises(StoreLocked):
+        Lease(shared, "s3://b", LONG)
+    second.release()
+    Lease(shared, "s3://b", LONG).release()
+
+
+def test_a_lease_that_ended_unnoticed_is_renewed(
+    shared: MemoryObject, pass_time: Callable[[float], None]
+) -> None:
+    lease = Lease(shared, "s3://b", LONG)
+    pass_time(2 * LONG)
+    lease.renew()
+    with pytest.raises(StoreLocked):
+        Lease(shared, "s3://b", LONG)
+    lease.release()
+
+
+def test_a_released_lease_cannot_be_renewed(shared: MemoryObject) -> None:
+    lease = Lease(shared, "s3://b", LONG)
+    lease.release()
+    lease.release()
+    with pytest.raises(StoreError, match="was released"):
+        lease.renew()
+
+
+def test_lost_answers_do_not_lock_a_writer_out(shared: MemoryObject) -> None:
+    shared.answers_to_lose = 1
+    lease = Lease(shared, "s3://b", LONG)
+    shared.answers_to_lose = 1
+    lease.renew()
+    lease.renew()
+    assert shared.answers_to_lose == 0
+    lease.release()
+
+
+def test_it_is_renewed_in_the_background_also_after_a_failure(shared: MemoryObject) -> None:
+    lease = Lease(shared, "s3://b", 0.1)
+    with shared.written:
+        shared.is_out_of_reach = True
+        assert shared.written.wait(10)
+        shared.is_out_of_reach = False
+        reached = shared.version
+        assert shared.written.wait_for(lambda: shared.version > reached + 1, 10)
+    lease.release()
+    assert not lease._renewer.is_alive()
+    assert shared.content is not None
+    assert json.loads(shared.content)["expires"] == 0
+
+
+NONSENSE = (
+    b"",
+    b"\xff",
+    b"[]",
+    b"{}",
+    b'{"expires": "soon"}',
+    b'{"expires": null}',
+    b'{"expires": Infinity, "host": "h", "pid": Infinity}',
+    b'{"expires": NaN}',
+    b'{"expires": 1e300}',
+    b'{"expires": ' + b"[" * 100_000,
+)
+
+
+@pytest.mark.parametrize("content", NONSENSE, ids=lambda content: repr(content)[:30])
+def test_a_lease_that_makes_no_sense_locks_nobody_out(shared: MemoryObject, content: bytes) -> None:
+    shared.content = content
+    Lease(shared, "s3://b", LONG).release()
+
+
+@pytest.mark.parametrize("content", NONSENSE, ids=lambda content: repr(content)[:30])
+def test_a_lease_that_turns_into_nonsense_is_lost(shared: MemoryObject, content: bytes) -> None:
+    lease = Lease(shared, "s3://b", LONG)
+    shared.content = content
+    shared.version += 1
+    with pytest.raises(StoreLocked, match="process unknown on host unknown"):
+        lease.renew()
+    lease.release()

@@ -1,0 +1,277 @@
+"""What only a store in a folder does: links, locks between processes, what it never touches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.checkpoint.store.base import PARTIAL_PREFIX, check_name
+from holdfast.checkpoint.store.local import Files, LocalStore
+from holdfast.errors import StoreError, StoreLocked, UnsafeName
+from holdfast.testing.crash import Journal, RecordingFiles, read_folder
+from holdfast.testing.stores import content_of, names_in
+
+_HOLD_THE_LOCK = """
+import sys
+from holdfast.checkpoint.store.local import LocalStore
+lock = LocalStore(sys.argv[1], create=True).lock_writer()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[LocalStore]:
+    with LocalStore(root, create=True) as store:
+        yield store
+
+
+@contextmanager
+def lock_held_by_another_process(root: Path, code: str = _HOLD_THE_LOCK) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", code, str(root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "locked\n"
+            yield holder
+        finally:
+            holder.kill()
+
+
+class TestLinksAndDevices:
+    @pytest.fixture
+    def outside(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "outside"
+        folder.mkdir()
+        (folder / "secret").write_bytes(b"secret")
+        return folder
+
+    def test_a_link_in_place_of_an_object(self, store: LocalStore, root: Path, outside: Path) -> None:
+        (root / "evil").symlink_to(outside / "secret")
+        (root / "dangling").symlink_to(outside / "new")
+        for name in ("evil", "dangling"):
+            with pytest.raises(UnsafeName, match=name):
+                store.open(name)
+            with pytest.raises(UnsafeName, match=name):
+                store.put(name, [b"overwritten"])
+            with pytest.raises(UnsafeName, match=name):
+                store.publish(name, b"overwritten")
+        assert read_folder(outside) == {"secret": b"secret"}
+
+    def test_a_link_in_place_of_a_folder(self, store: LocalStore, root: Path, outside: Path) -> None:
+        (root / "evil").symlink_to(outside)
+        with pytest.raises(UnsafeName, match="evil"):
+            store.open("evil/secret")
+        with pytest.raises(UnsafeName, match="evil"):
+            store.put("evil/new", [b"x"])
+        with pytest.raises(UnsafeName, match="evil"):
+            store.publish("evil/new", b"x")
+        with pytest.raises(UnsafeName, match="evil"):
+            store.delete(["evil/secret"])
+        with pytest.raises(UnsafeName, match="evil"):
+            store.list("evil/")
+        assert read_folder(outside) == {"secret": b"secret"}
+
+    def test_a_folder_that_becomes_a_link(self, store: LocalStore, root: Path, outside: Path) -> None:
+        store.put("chunks/1", [b"x"])
+        (root / "chunks").rename(root / "moved")
+        (root / "chunks").symlink_to(outside)
+        with pytest.raises(UnsafeName, match="chunks"):
+            store.put("chunks/2", [b"x"])
+        with pytest.raises(UnsafeName, match="chunks"):
+            store.publish("manifest", b"x")
+        assert names_in_folder(root) == ["chunks", "moved", "moved/1"]
+        assert read_folder(outside) == {"secret": b"secret"}
+
+    def test_a_listing_names_the_link(self, store: LocalStore, root: Path, outside: Path) -> None:
+        (root / "deep").mkdir()
+        (root / "deep" / "evil").symlink_to(outside / "secret")
+        with pytest.raises(UnsafeName, match="deep/evil"):
+            store.list()
+
+    def test_a_link_in_place_of_the_lock(self, store: LocalStore, root: Path, outside: Path) -> None:
+        (root / "writer.lock").symlink_to(outside / "secret")
+        with pytest.raises(UnsafeName, match=r"writer\.lock"):
+            store.lock_writer()
+        assert read_folder(outside) == {"secret": b"secret"}
+
+    def test_deleting_a_link_leaves_what_it_leads_to(
+        self, store: LocalStore, root: Path, outside: Path
+    ) -> None:
+        (root / "evil").symlink_to(outside / "secret")
+        store.delete(["evil"])
+        assert not (root / "evil").is_symlink()
+        assert read_folder(outside) == {"secret": b"secret"}
+
+    def test_a_pipe_in_place_of_an_object(self, store: LocalStore, root: Path) -> None:
+        os.mkfifo(root / "pipe")
+        with pytest.raises(UnsafeName, match="pipe"):
+            store.open("pipe")
+        with pytest.raises(UnsafeName, match="pipe"):
+            store.list()
+
+    def test_the_root_itself_may_be_a_link(self, root: Path, outside: Path) -> None:
+        root.symlink_to(outside)
+        with LocalStore(root, create=True) as store:
+            store.put("new", [b"x"])
+        assert (outside / "new").read_bytes() == b"x"
+
+
+def names_in_folder(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[a-z0-9./_-]{1,12}", fullmatch=True))
+def test_every_accepted_name_is_of_the_form_that_is_documented(name: str) -> None:
+    plain = re.fullmatch(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*", name) and ".." not in name.split(
+        "/"
+    )
+    try:
+        check_name(name)
+    except UnsafeName:
+        assert not plain
+    else:
+        assert plain
+        assert os.path.normpath(f"/root/{name}") == f"/root/{name}"
+
+
+class TestReading:
+    def test_looking_writes_nothing(self, store: LocalStore, root: Path) -> None:
+        store.put("chunks/1", [b"one"])
+        store.publish("manifest", b"m")
+        store.close()
+        before = {path: path.stat().st_mtime_ns for path in [root, *root.rglob("*")]}
+        journal = Journal()
+        with LocalStore(root, create=False, files=RecordingFiles(journal)) as reader:
+            assert names_in(reader) == ["chunks/1", "manifest"]
+            assert content_of(reader, "chunks/1") == b"one"
+        assert journal.operations == []
+        assert {path: path.stat().st_mtime_ns for path in [root, *root.rglob("*")]} == before
+
+    def test_a_file_that_shrinks_while_it_is_open(self, store: LocalStore, root: Path) -> None:
+        store.put("chunk", [b"0123456789"])
+        with store.open("chunk") as reader:
+            os.truncate(root / "chunk", 4)
+            assert reader.read(0, 4) == b"0123"
+            with pytest.raises(StoreError, match="'chunk' is cut short: 10 bytes were expected, 4 found"):
+                reader.read()
+
+    def test_files_of_others_are_not_objects(self, store: LocalStore, root: Path) -> None:
+        store.put("chunk", [b"x"])
+        for stranger in (".DS_Store", "README.txt", "lost+found/x", f"{PARTIAL_PREFIX}0"):
+            (root / stranger).parent.mkdir(exist_ok=True)
+            (root / stranger).write_bytes(b"x")
+        assert names_in(store) == ["chunk"]
+
+    def test_a_closed_store_says_so(self, store: LocalStore) -> None:
+        store.close()
+        with pytest.raises(StoreError, match="is closed"):
+            store.list()
+        with pytest.raises(StoreError, match="is closed"):
+            store.put("chunk", [b"x"])
+
+    def test_a_file_in_place_of_the_store(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"x")
+        with pytest.raises(StoreError, match="no store at"):
+            LocalStore(tmp_path / "file", create=False)
+        with pytest.raises(StoreError, match="could not open"):
+            LocalStore(tmp_path / "file", create=True)
+
+
+class TestWriting:
+    def test_short_writes_lose_nothing(self, root: Path) -> None:
+        class SlowDisk(Files):
+            def writev(self, handle: int, views: Sequence[memoryview]) -> int:
+                return super().writev(handle, [b"".join(views)[:3]])  # type: ignore[list-item]
+
+        parts = [b"a", b"bcdefg", b"hi", b"jklmnopqrstuvwxyz"]
+        with LocalStore(root, create=True, files=SlowDisk()) as store:
+            assert store.put("chunk", parts) == 26
+            assert content_of(store, "chunk") == b"".join(parts)
+
+    def test_no_hidden_file_is_left(self, store: LocalStore, root: Path) -> None:
+        store.put("a/1", [b"x"])
+        store.publish("b", b"x")
+        with pytest.raises(StoreError):
+            store.publish("b", b"y")
+        assert names_in_folder(root) == ["a", "a/1", "b"]
+
+    def test_names_are_synced_once_per_folder(self, root: Path) -> None:
+        journal = Journal()
+        with LocalStore(root, create=True, files=RecordingFiles(journal)) as store:
+            for i in range(50):
+                store.put(f"chunks/{i}", [b"x"])
+            assert not [op for op in journal.operations if op.kind == "fsync_dir"]
+            store.publish("manifests/1", b"m")
+        synced = [op.path for op in journal.operations if op.kind == "fsync_dir"]
+        assert sorted(synced) == ["", "chunks", "manifests"]
+        assert synced[-1] == "manifests"
+
+
+class TestLock:
+    def test_another_process_is_named(self, store: LocalStore, root: Path) -> None:
+        with lock_held_by_another_process(root) as holder:
+            with pytest.raises(StoreLocked, match=f"process {holder.pid} on host") as refused:
+                store.lock_writer()
+            assert refused.value.pid == holder.pid
+
+    def test_a_killed_process_holds_nothing(self, store: LocalStore, root: Path) -> None:
+        with lock_held_by_another_process(root) as holder:
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+            with store.lock_writer():
+                assert json.loads((root / "writer.lock").read_bytes())["pid"] == os.getpid()
+
+    def test_a_child_that_outlives_a_killed_parent_holds_nothing(self, store: LocalStore, root: Path) -> None:
+        code = _HOLD_THE_LOCK.replace("print(", "import os; child = os.fork() == 0; child and print(")
+        with lock_held_by_another_process(root, code) as parent:
+            parent.send_signal(signal.SIGKILL)
+            os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+            store.lock_writer().release()
+
+    def test_a_child_that_releases_leaves_the_parents_lock(self, store: LocalStore, root: Path) -> None:
+        with store.lock_writer() as lock:
+            child = os.fork()
+            if child == 0:
+                lock.release()
+                os._exit(0)
+            os.waitpid(child, 0)
+            lock.renew()
+            with LocalStore(root, create=False) as second, pytest.raises(StoreLocked):
+                second.lock_writer()
+
+    def test_a_lock_file_that_was_removed_is_noticed(self, store: LocalStore, root: Path) -> None:
+        with store.lock_writer() as lock:
+            (root / "writer.lock").unlink()
+            with pytest.raises(StoreLocked, match="taken away"):
+                lock.renew()
+
+    @pytest.mark.parametrize("note", [b"", b"\xff", b"[]", b'{"host": 1}', b'{"pid": "x", "host": "h"}'])
+    def test_a_note_that_makes_no_sense(self, store: LocalStore, root: Path, note: bytes) -> None:
+        with lock_held_by_another_process(root):
+            (root / "writer.lock").write_bytes(note)
+            with pytest.raises(StoreLocked, match="process unknown on host unknown"):
+                store.lock_writer()
+
+    def test_the_next_writer_clears_hidden_files_away(self, store: LocalStore, root: Path) -> None:
+        store.put("a/b/1", [b"x"])
+        for folder in (root, root / "a", root / "a" / "b"):
+            (folder / f"{PARTIAL_PREFIX}dead").write_bytes(b"half")
+        with store.lock_writer():
+            assert names_in_folder(root) == ["a", "a/b", "a/b/1", "writer.lock"]
