@@ -42,7 +42,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW_BITS = 31  # a gzip header is expected, and its checksum checked
 _TAB, _NEWLINE, _RETURN, _MINUS, _ZERO = b"\t\n\r-0"
 _NOT_HEX = 255
-_SHOWN_CHARACTERS = 40
+_SHOWN_BYTES = 40
 
 # All arithmetic on 64-bit patterns stays unsigned: one signed operand would make Numba use floats.
 _TEN = np.uint64(10)
@@ -239,8 +239,7 @@ def _what_a_field_lacks(number: int, field: bytes) -> str | None:
 
 def _shown(field: bytes) -> str:
     """``field`` in quotes, cut to what fits a message."""
-    text = field[: _SHOWN_CHARACTERS + 1].decode("ascii", "backslashreplace")
-    return ascii(text) if len(text) <= _SHOWN_CHARACTERS else ascii(text[:_SHOWN_CHARACTERS]) + "…"
+    return repr(field[:_SHOWN_BYTES])[1:] + ("…" if len(field) > _SHOWN_BYTES else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +293,10 @@ class _PlainBytes:
         self.disk_offset = 0
 
     def skip(self, count: int) -> bool:
-        self.disk_offset += count
-        self._raw.seek(self.disk_offset)
-        return self.disk_offset <= self._file.size
+        if self.disk_offset + count > self._file.size:
+            return False
+        self.disk_offset = self._raw.seek(self.disk_offset + count)
+        return True
 
     def readinto(self, view: memoryview) -> int:
         # What is appended while we read is no part of the stream: another worker would not see it.
