@@ -178,9 +178,9 @@ def test_gzip_files_are_measured_once_for_all_workers(
     paths = write(tmp_path, [text_of(20), text_of(20)], compressed=True)
     reader = criteo(paths, split="test", test_fraction=0.6)
     workers = [reader.split(n, 2) for n in range(2)]
-    expected = read(reader)
-    monkeypatch.setattr("holdfast.data.criteo.uncompressed_size", None)
     sent = [pickle.loads(pickle.dumps(worker)) for worker in workers]  # noqa: S301
+    monkeypatch.setattr("holdfast.data.criteo.uncompressed_size", None)
+    expected = read(reader)
     assert sorted(read(workers[0]) + read(sent[1])) == expected
 
 

@@ -146,6 +146,23 @@ def test_line_numbers_are_the_files_own_in_the_test_part(tmp_path: Path, compres
     assert failure(resumed).line == 9
 
 
+def test_a_worker_counts_the_lines_it_passes(tmp_path: Path, compressed: bool) -> None:
+    paths = write(tmp_path, [text_of(6), text_with(b"no", 8, 20)], compressed=compressed)
+    assert failure(criteo(paths, 3).split(4, 5)).line == 9
+    assert failure(criteo(paths, 2).split(0, 7)).line == 9
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\n" + line_of()])
+def test_the_longest_line_is_good_and_one_byte_more_is_bad(tmp_path: Path, ending: bytes) -> None:
+    for excess in (0, 1, 2, 50):
+        integers = ["0" * (6000 + excess - len(line_of()) + 1), *NUMBERS[1:]]
+        line = line_of(integers=integers)
+        assert len(line) == 6000 + excess
+        reader = criteo(write(tmp_path, [line + ending]), on_bad_line="skip")
+        assert sum(map(len, reader)) == (excess == 0) + (len(ending) > 1)
+        assert reader.bad_lines == (excess > 0)
+
+
 def test_the_first_five_are_kept_and_all_are_counted(tmp_path: Path) -> None:
     good = lines_of(text_of(30))
     text = b"\n".join(line for pair in zip(good, [b"no"] * 30, strict=True) for line in pair)
@@ -220,7 +237,7 @@ def test_a_line_without_end_is_refused_early(tmp_path: Path) -> None:
     path = tmp_path / "binary"
     with path.open("wb") as file:
         file.write(text_of(1))
-        file.truncate(1 << 40)
+        file.truncate(1 << 34)
     error = failure(criteo(path, 1))
     assert error.line == 2
     assert "longer than 6000 bytes" in error.reason

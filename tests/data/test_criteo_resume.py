@@ -59,6 +59,16 @@ def test_every_position_gives_the_rest(
                 assert read(reader) == batches, "the next pass does not start over"
 
 
+def test_after_the_end_the_state_is_the_next_passs_start(tmp_path: Path) -> None:
+    paths = write(tmp_path, [text_of(9)])
+    reader = criteo(paths)
+    start, batches = reader.state_dict(), read(reader)
+    assert reader.state_dict() == start
+    resumed = criteo(paths)
+    resumed.load_state_dict(reader.state_dict())
+    assert read(resumed) == read(reader) == batches
+
+
 def test_bad_lines_before_the_position_are_remembered(tmp_path: Path, compressed: bool) -> None:
     lines = lines_of(text_of(20))
     lines[1::3] = [b"no"] * 7

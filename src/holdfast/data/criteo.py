@@ -216,7 +216,7 @@ class Criteo:
         drop_last: bool = False,
     ) -> None:
         names = [paths] if isinstance(paths, str | os.PathLike) else paths
-        if not isinstance(names, list | tuple) or not all(isinstance(n, str | os.PathLike) for n in names):
+        if not isinstance(names, Sequence) or not all(isinstance(n, str | os.PathLike) for n in names):
             raise ConfigError(f"paths is {paths!r}, expected a path or a list of paths")
         if not names:
             raise ConfigError("paths is empty, expected at least one file")
