@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.data import criteo_kernel
+from holdfast.data import criteo_files
 from holdfast.data.criteo import Criteo
 from holdfast.data.reader import Batch, Reader
 from holdfast.errors import ConfigError, DataError, WrongReaderState
@@ -60,7 +60,7 @@ def read(reader: Criteo) -> Batches:
 
 
 def criteo(paths: Any, batch_size: int = 4, **options: Any) -> Criteo:
-    return Criteo(paths, **{"batch_size": batch_size, "table_rows": ROWS, "split": "all", **options})
+    return Criteo(paths, **{"batch_size": batch_size, "table_rows": ROWS, "part": "all", **options})
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "gzip"])
@@ -71,8 +71,8 @@ def compressed(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(params=[1, 64, None], ids=lambda size: f"blocks of {size or 'usual size'}")
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", request.param)
-        monkeypatch.setattr(criteo_kernel, "_COMPRESSED_BLOCK_BYTES", max(request.param, 20))
+        monkeypatch.setattr(criteo_files, "BLOCK_BYTES", request.param)
+        monkeypatch.setattr(criteo_files, "_COMPRESSED_BLOCK_BYTES", max(request.param, 20))
 
 
 def test_conforms_to_the_protocol(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_gzip_members_one_after_the_other_and_padding(tmp_path: Path, block: Non
 def test_train_and_test_are_all_lines_cut_at_the_byte(
     tmp_path: Path, compressed: bool, last_newline: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(criteo_files, "BLOCK_BYTES", block_bytes)
     texts = [text_of(n, n, last_newline=last_newline) for n in (3, 1, 2)]
     paths = write(tmp_path, texts, compressed=compressed)
     total = sum(map(len, texts))
@@ -154,29 +154,29 @@ def test_train_and_test_are_all_lines_cut_at_the_byte(
         before = [line for line, start in zip(lines, starts, strict=True) if start < cut]
         after = [line for line, start in zip(lines, starts, strict=True) if start >= cut]
         options: dict[str, Any] = {"batch_size": 2, "test_fraction": fraction}
-        assert read(criteo(paths, split="train", **options)) == twin_batches(before, 2)
-        assert read(criteo(paths, split="test", **options)) == twin_batches(after, 2)
+        assert read(criteo(paths, part="train", **options)) == twin_batches(before, 2)
+        assert read(criteo(paths, part="test", **options)) == twin_batches(after, 2)
 
 
 def test_without_a_fraction_all_is_for_training(tmp_path: Path) -> None:
     paths = write(tmp_path, [text_of(5)])
-    assert read(criteo(paths, split="train", test_fraction=0)) == read(criteo(paths))
+    assert read(criteo(paths, part="train", test_fraction=0)) == read(criteo(paths))
 
 
 def test_split_by_files(tmp_path: Path, compressed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text_of(n, n) for n in (3, 4, 5)]
     paths = write(tmp_path, texts, compressed=compressed)
     monkeypatch.setattr("holdfast.data.criteo.uncompressed_size", None)  # no need to measure
-    train = criteo(paths, split="train", test_files=1, test_fraction=0.9)
+    train = criteo(paths, part="train", test_files=1, test_fraction=0.9)
     assert read(train) == twin_batches(lines_of(texts[0]) + lines_of(texts[1]), 4)
-    assert read(criteo(paths, split="test", test_files=1)) == twin_batches(lines_of(texts[2]), 4)
+    assert read(criteo(paths, part="test", test_files=1)) == twin_batches(lines_of(texts[2]), 4)
 
 
 def test_gzip_files_are_measured_once_for_all_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = write(tmp_path, [text_of(20), text_of(20)], compressed=True)
-    reader = criteo(paths, split="test", test_fraction=0.6)
+    reader = criteo(paths, part="test", test_fraction=0.6)
     workers = [reader.split(n, 2) for n in range(2)]
     sent = [pickle.loads(pickle.dumps(worker)) for worker in workers]  # noqa: S301
     monkeypatch.setattr("holdfast.data.criteo.uncompressed_size", None)
@@ -185,23 +185,23 @@ def test_gzip_files_are_measured_once_for_all_workers(
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
-@pytest.mark.parametrize("split", ["train", "all"])
+@pytest.mark.parametrize("part", ["train", "all"])
 def test_workers_give_each_batch_once(
-    tmp_path: Path, compressed: bool, workers: int, split: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, compressed: bool, workers: int, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(criteo_files, "BLOCK_BYTES", 300)
     paths = write(tmp_path, [text_of(17), text_of(14, 1)], compressed=compressed)
-    reader = criteo(paths, 2, split=split)
+    reader = criteo(paths, 2, part=part)
     parts = [read(reader.split(worker, workers)) for worker in range(workers)]
-    for worker, part in enumerate(parts):
-        assert all(index % workers == worker for index, _ in part)
-    assert sorted(batch for part in parts for batch in part) == read(reader)
+    for worker, mine in enumerate(parts):
+        assert all(index % workers == worker for index, _ in mine)
+    assert sorted(batch for mine in parts for batch in mine) == read(reader)
 
 
 def test_progress_rises_to_one(tmp_path: Path, compressed: bool) -> None:
     texts = [text_of(40, 1), text_of(40, 2)]
     paths = write(tmp_path, texts, compressed=compressed)
-    for options in ({"split": "all"}, {"split": "train", "test_fraction": 0.4}, {"split": "test"}):
+    for options in ({"part": "all"}, {"part": "train", "test_fraction": 0.4}, {"part": "test"}):
         reader = criteo(paths, 1, **options)
         assert reader.progress() == 0
         seen = [reader.progress() for _ in reader]
@@ -240,7 +240,7 @@ def test_gzip_of_nothing(tmp_path: Path) -> None:
 def test_damaged_gzip_gives_the_batches_before_and_then_names_the_file(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(criteo_kernel, "_COMPRESSED_BLOCK_BYTES", 64)
+    monkeypatch.setattr(criteo_files, "_COMPRESSED_BLOCK_BYTES", 64)
     paths = write(tmp_path, [text_of(50), text_of(50, 1)], compressed=True)
     whole = paths[1].read_bytes()
     damaged = {
@@ -258,11 +258,11 @@ def test_damaged_gzip_gives_the_batches_before_and_then_names_the_file(
     assert got == expected[: len(got)]
     assert len(got) >= 12
     with pytest.raises(DataError, match="day_1"):
-        read(criteo(paths, split="train"))
+        read(criteo(paths, part="train"))
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(criteo_files, "BLOCK_BYTES", 100)
     [path] = write(tmp_path, [text_of(50)])
     size = path.stat().st_size
     batches = iter(criteo(path))
@@ -275,7 +275,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
 def test_a_file_that_grows_while_it_is_read_is_read_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(criteo_files, "BLOCK_BYTES", 100)
     [path] = write(tmp_path, [text_of(10)])
     batches = iter(criteo(path))
     got = [plain(next(batches))]
@@ -297,12 +297,12 @@ def test_a_file_that_grows_while_it_is_read_is_read_as_it_was(
         ({"table_rows": [5] * 25}, "26 numbers"),
         ({"table_rows": 5}, "table_rows is 5"),
         ({"table_rows": [5] * 25 + [0]}, "each of table_rows is 0"),
-        ({"split": "valid"}, "split is 'valid', expected one of 'train', 'test', 'all'"),
+        ({"part": "valid"}, "part is 'valid', expected one of 'train', 'test', 'all'"),
         ({"test_fraction": 1}, "test_fraction is 1"),
         ({"test_fraction": -0.1}, "test_fraction"),
         ({"test_fraction": math.nan}, "test_fraction"),
         ({"test_fraction": "half"}, "test_fraction"),
-        ({"test_fraction": 0, "split": "test"}, "nothing is left"),
+        ({"test_fraction": 0, "part": "test"}, "nothing is left"),
         ({"test_files": 1}, "test_files is 1, expected fewer than the 1 files"),
         ({"test_files": -1}, "test_files"),
         ({"on_bad_line": "ignore"}, "on_bad_line is 'ignore'"),
@@ -340,7 +340,7 @@ def held(folder: Path) -> int:
 def test_nothing_stays_open(
     tmp_path: Path, compressed: bool, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(criteo_files, "BLOCK_BYTES", 100)
     texts = [text_of(6), text_of(6) + (b"oh\n" if how == "bad line" else b"")]
     paths = write(tmp_path, texts, compressed=compressed)
     batches = iter(criteo(paths, 1))

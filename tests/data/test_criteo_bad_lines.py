@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.data import criteo_kernel
+from holdfast.data import criteo_files
 from holdfast.data.criteo import Criteo
 from holdfast.errors import BadLine
 from tests.data.test_criteo import compressed, criteo, lines_of, read, text_of, twin_batches, write
@@ -75,8 +75,8 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", 50)
-    monkeypatch.setattr(criteo_kernel, "LONGEST_LINE_BYTES", 6000)
+    monkeypatch.setattr(criteo_files, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(criteo_files, "LONGEST_LINE_BYTES", 6000)
 
 
 def text_with(bad: bytes, place: int, lines: int = 7, *, last_newline: bool = True) -> bytes:
@@ -97,7 +97,7 @@ def test_each_kind_is_refused_with_its_place_and_reason(
 ) -> None:
     line, reason = BAD[kind]
     for place, block_bytes in itertools.product((0, 3, 6), (50, 1 << 20)):
-        monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(criteo_files, "BLOCK_BYTES", block_bytes)
         paths = write(tmp_path, [text_of(5), text_with(line, place)], compressed=compressed)
         error = failure(criteo(paths))
         assert (error.path, error.line) == (str(paths[1]), place + 1)
@@ -131,7 +131,7 @@ def test_line_numbers_are_the_files_own_in_the_test_part(tmp_path: Path, compres
     paths = write(tmp_path, texts, compressed=compressed)
     inside_line_6 = len(texts[0]) + len(b"\n".join(lines_of(texts[1])[:5])) + 10
     fraction = 1 - inside_line_6 / sum(map(len, texts))
-    options: dict[str, Any] = {"split": "test", "test_fraction": fraction, "batch_size": 1}
+    options: dict[str, Any] = {"part": "test", "test_fraction": fraction, "batch_size": 1}
     error = failure(criteo(paths, **options))
     assert (error.path, error.line) == (str(paths[1]), 9)
     reader = criteo(paths, on_bad_line="skip", **options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.data import criteo_kernel
+from holdfast.data import criteo_files
 from holdfast.data.criteo import Criteo
 from holdfast.errors import DataError, WrongReaderState
 from tests.data.test_criteo import Batches, compressed, criteo, lines_of, plain, read, text_of, write
@@ -20,10 +20,10 @@ from tests.data.test_criteo_parsing import ROWS
 __all__ = ["compressed"]
 
 PARTS: list[dict[str, Any]] = [
-    {"split": "all"},
-    {"split": "train", "test_fraction": 0.3},
-    {"split": "test", "test_fraction": 0.8},
-    {"split": "test", "test_files": 2},
+    {"part": "all"},
+    {"part": "train", "test_fraction": 0.3},
+    {"part": "test", "test_fraction": 0.8},
+    {"part": "test", "test_files": 2},
 ]
 
 
@@ -45,7 +45,7 @@ def test_every_position_gives_the_rest(
     last_newline: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(criteo_kernel, "BLOCK_BYTES", 250)
+    monkeypatch.setattr(criteo_files, "BLOCK_BYTES", 250)
     texts = [text_of(n, n, last_newline=last_newline) for n in (4, 3, 5)]
     paths = write(tmp_path, texts, compressed=compressed)
     for workers in (1, 2, 3):
@@ -94,7 +94,7 @@ def test_another_process_goes_on(tmp_path: Path, compressed: bool) -> None:
 import json, sys
 from holdfast.data.criteo import Criteo
 state, paths, rows = json.load(sys.stdin)
-reader = Criteo(paths, batch_size=2, table_rows=rows, split="all").split(1, 2)
+reader = Criteo(paths, batch_size=2, table_rows=rows, part="all").split(1, 2)
 reader.load_state_dict(state)
 lists = [[b.index, b.labels.tolist(), b.dense.tolist(), [t.tolist() for t in b.ids]] for b in reader]
 print(json.dumps(lists))
@@ -152,7 +152,7 @@ def test_load_is_refused_between_iter_and_the_end(tmp_path: Path) -> None:
     [
         ({"batch_size": 3}, "batch_size 2, expected 3"),
         ({"table_rows": [7] * 26}, r"table_rows \[1, 2, .*, expected \[7, 7"),
-        ({"split": "all"}, "split 'train', expected 'all'"),
+        ({"part": "all"}, "part 'train', expected 'all'"),
         ({"test_fraction": 0.25}, "test_fraction 0.5, expected 0.25"),
         ({"test_files": 1}, "test_fraction 0.5, expected None"),
         ({"drop_last": True}, "drop_last False, expected True"),
@@ -160,7 +160,7 @@ def test_load_is_refused_between_iter_and_the_end(tmp_path: Path) -> None:
 )
 def test_another_readers_state_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     paths = write(tmp_path, [text_of(9), text_of(9, 1)])
-    options: dict[str, Any] = {"batch_size": 2, "split": "train", "test_fraction": 0.5}
+    options: dict[str, Any] = {"batch_size": 2, "part": "train", "test_fraction": 0.5}
     state = criteo(paths, **options).state_dict()
     with pytest.raises(WrongReaderState, match=words):
         criteo(paths, **{**options, **change}).load_state_dict(state)
@@ -241,7 +241,7 @@ def test_a_state_that_points_nowhere_is_refused(
     tmp_path: Path, compressed: bool, change: dict[str, int]
 ) -> None:
     paths = write(tmp_path, [text_of(9), text_of(9, 1)], compressed=compressed)
-    reader = criteo(paths, split="train", test_files=1)
+    reader = criteo(paths, part="train", test_files=1)
     iter(reader).__next__()
     reader.load_state_dict({**reader.state_dict(), **change})
     with pytest.raises(DataError, match="state"):

@@ -92,7 +92,7 @@ def interleave(
     """Call each side once a round, turning the order round each time; what each returned, by round."""
     results: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
-        names = list(sides) if number % 2 == 0 else list(reversed(sides))
+        names = list(sides) if number % 2 == 0 else list(reversed(list(sides)))
         for name in names:
             results[name].append(sides[name]())
         on_round(number + 1)

@@ -19,19 +19,16 @@ from typing import Any, Literal, Self, cast
 
 import numpy as np
 
-from holdfast.data.criteo_kernel import (
-    DENSE_FEATURES,
-    FIELDS,
-    TABLES,
+from holdfast.data.criteo_files import (
     DataFile,
     LineWindow,
-    explain_bad_line,
     inspect_file,
     open_bytes,
-    parse_lines,
-    pass_lines,
     uncompressed_size,
 )
+from holdfast.data.criteo_kernel import FIELDS, explain_bad_line, parse_lines, pass_lines
+from holdfast.data.criteo_shape import CATEGORICAL_FEATURES as TABLES
+from holdfast.data.criteo_shape import DENSE_FEATURES
 from holdfast.data.reader import Batch
 from holdfast.errors import BadLine, ConfigError, DataError, WrongReaderState
 
@@ -79,7 +76,7 @@ class _Stream:
         if start.next_batch:
             numbers = [number for number, part in enumerate(parts) if part.file == start.file]
             if not numbers:
-                raise WrongReaderState(f"the reader's state is in file {start.file}, outside of its split")
+                raise WrongReaderState(f"the reader's state is in file {start.file}, outside of its part")
             self._number = numbers[0]
         self._opened_at = (0, 0)  # the offset, and the part's lines before it
         self._lines_before_part: int | None = None
@@ -190,7 +187,7 @@ class Criteo:
         paths: one file or several, in the order of time; gzip is recognized by its content.
         batch_size: lines in a batch. The last batch may have fewer, and so may one with bad lines.
         table_rows: for each of the 26 tables, how many rows it has.
-        split: ``train`` and ``test`` are the stream before and from the cut on, ``all`` is both.
+        part: ``train`` and ``test`` are the stream before and from the cut on, ``all`` is both.
         test_fraction: the cut is at the first line that starts in the last ``test_fraction`` of all
             files' uncompressed bytes; of gzip files, their size is found by decompressing them once.
         test_files: if not 0, the last so many files are the test part instead.
@@ -209,7 +206,7 @@ class Criteo:
         *,
         batch_size: int,
         table_rows: Sequence[int],
-        split: Literal["train", "test", "all"] = "train",
+        part: Literal["train", "test", "all"] = "train",
         test_fraction: float = 1 / 7,
         test_files: int = 0,
         on_bad_line: Literal["raise", "skip"] = "raise",
@@ -226,7 +223,7 @@ class Criteo:
         self.table_rows: Sequence[int] = [
             _whole_number("each of table_rows", rows, least=1, most=2**63 - 1) for rows in table_rows
         ]
-        _check_choice("split", split, ("train", "test", "all"))
+        _check_choice("part", part, ("train", "test", "all"))
         _check_choice("on_bad_line", on_bad_line, ("raise", "skip"))
         _check_choice("drop_last", drop_last, (False, True))
         test_files = _whole_number("test_files", test_files, least=0)
@@ -234,9 +231,9 @@ class Criteo:
             raise ConfigError(f"test_files is {test_files}, expected fewer than the {len(names)} files")
         if not isinstance(test_fraction, int | float) or not 0 <= test_fraction < 1:
             raise ConfigError(f"test_fraction is {test_fraction}, expected at least 0 and less than 1")
-        if split == "test" and not test_files and test_fraction == 0:
-            raise ConfigError("split is 'test' but test_fraction is 0: nothing is left to test on")
-        self._split = split
+        if part == "test" and not test_files and test_fraction == 0:
+            raise ConfigError("part is 'test' but test_fraction is 0: nothing is left to test on")
+        self._part = part
         self._test_fraction = float(test_fraction)
         self._test_files = test_files
         self._skip_bad = on_bad_line == "skip"
@@ -282,12 +279,12 @@ class Criteo:
         return {**self.__dict__, "_iteration": None}
 
     def _parts(self) -> list[_Part]:
-        """The parts of files that the split is made of."""
+        """The pieces of files that the part is made of."""
         whole = [_Part(number) for number in range(len(self._files))]
-        if self._split == "all":
+        if self._part == "all":
             return whole
         if self._test_files:
-            return whole[: -self._test_files] if self._split == "train" else whole[-self._test_files :]
+            return whole[: -self._test_files] if self._part == "train" else whole[-self._test_files :]
         for number, file in enumerate(self._files):
             if number not in self._sizes:
                 self._sizes[number] = uncompressed_size(file)
@@ -295,9 +292,9 @@ class Criteo:
         parts = []
         for part in whole:
             size = self._sizes[part.file]
-            if self._split == "train" and cut > 0:
+            if self._part == "train" and cut > 0:
                 parts.append(part if cut >= size else replace(part, stop=cut))
-            elif self._split == "test" and cut < size:
+            elif self._part == "test" and cut < size:
                 parts.append(replace(part, begin=max(cut, 0)))
             cut -= size
         return parts
@@ -396,14 +393,14 @@ class Criteo:
 
     def _options(self) -> dict[str, Any]:
         """What two readers must have in common for one to go on where the other stopped."""
-        cut_by_bytes = self._split != "all" and not self._test_files
+        cut_by_bytes = self._part != "all" and not self._test_files
         return {
             "files": [[os.path.basename(file.path), file.size] for file in self._files],
             "batch_size": self.batch_size,
             "table_rows": list(self.table_rows),
-            "split": self._split,
+            "part": self._part,
             "test_fraction": self._test_fraction if cut_by_bytes else None,
-            "test_files": self._test_files if self._split != "all" else None,
+            "test_files": self._test_files if self._part != "all" else None,
             "drop_last": self._drop_last,
             "worker": self._worker,
             "workers": self._workers,

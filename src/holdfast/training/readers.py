@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from holdfast.data.criteo import Criteo
 from holdfast.data.criteo_shape import capped_rows
 from holdfast.data.reader import Reader
 from holdfast.data.synthetic import Synthetic
@@ -14,7 +17,7 @@ def build_readers(config: Config) -> tuple[Reader, Reader]:
     rows = capped_rows(data.cardinalities, data.max_rows)
     if isinstance(data, SyntheticConfig):
 
-        def synthetic(part: str, samples: int) -> Synthetic:
+        def synthetic(part: Literal["train", "test"], samples: int) -> Synthetic:
             return Synthetic(
                 samples=samples,
                 batch_size=config.batch_size,
@@ -22,8 +25,20 @@ def build_readers(config: Config) -> tuple[Reader, Reader]:
                 ids_per_sample=data.ids_per_sample,
                 zipf_exponent=data.zipf_exponent,
                 seed=config.seed,
-                part=part,  # type: ignore[arg-type]
+                part=part,
             )
 
         return synthetic("train", data.samples), synthetic("test", data.test_samples)
-    raise AssertionError("criteo comes with its reader")
+
+    def criteo(part: Literal["train", "test"]) -> Criteo:
+        return Criteo(
+            data.paths,
+            batch_size=config.batch_size,
+            table_rows=rows,
+            part=part,
+            test_fraction=data.test_fraction,
+            test_files=data.test_files,
+            on_bad_line=data.on_bad_line,
+        )
+
+    return criteo("train"), criteo("test")
