@@ -149,3 +149,46 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "r" / "tensorboard").glob("events.out.*"))
+
+
+def criteo_lines(count: int) -> list[str]:
+    """Lines in which one id decides the label, so that a model can learn it."""
+    lines = []
+    for i in range(count):
+        clicked = i * 7919 % 97 < 30
+        ids = [f"{i * 31 % 1000:08x}"] * 25
+        lines.append("\t".join([str(int(clicked)), *["3"] * 13, "aaaa0001" if clicked else "bbbb0002", *ids]))
+    return lines
+
+
+def criteo(*more: str) -> list[str]:
+    pairs = ("data.source=criteo", "model.dim=8", "model.bottom=[16, 8]", "model.top=[16, 1]",
+             "data.max_rows=500", "batch_size=64", "threads=1", "optimizer.lr=0.05", *more)  # fmt: skip
+    return [f"--set={pair}" for pair in pairs]
+
+
+def test_train_on_a_criteo_file(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("\n".join(criteo_lines(6000)) + "\n")
+    done = holdfast("train", *criteo("data.paths=[train.txt]"), "--run", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    finished = read_events(tmp_path / "r")[-1]
+    assert finished["samples"] + finished["test"]["samples"] == 6000
+    assert finished["test"]["auc"] > 0.99
+
+
+def test_bad_lines_of_both_parts_are_reported(tmp_path: Path) -> None:
+    lines = criteo_lines(3000)
+    lines[10] = "nonsense"
+    lines[2990] = lines[2990].replace("aaaa0001", "xyz").replace("bbbb0002", "xyz")
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    refused = holdfast("train", *criteo("data.paths=[train.txt]"), cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "train.txt, line 11: " in refused.stderr
+    skipped = holdfast(
+        "train", *criteo("data.paths=[train.txt]", "data.on_bad_line=skip"), "--run", "r", cwd=tmp_path
+    )
+    assert skipped.returncode == 0, skipped.stderr
+    assert "2 bad lines were skipped" in skipped.stdout
+    assert "train.txt, line 11: " in skipped.stdout
+    assert "train.txt, line 2991: " in skipped.stdout
+    assert read_events(tmp_path / "r")[-1]["bad_lines"] == 2

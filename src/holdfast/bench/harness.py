@@ -64,10 +64,10 @@ class Report:
         """Record a figure and show it at once."""
         if isinstance(value, Spread):
             self.spreads[name] = value
-            text = f"{value.median:,.4g}   ({value.low:,.4g} to {value.high:,.4g})"
+            text = f"{_readable(value.median)}   ({_readable(value.low)} to {_readable(value.high)})"
             value = value.median
         else:
-            text = f"{value:,.4g}"
+            text = _readable(value)
         self.figures[name] = value
         self.console.print(f"  {name:<44} {text:<36} {note}", highlight=False, markup=False, soft_wrap=True)
 
@@ -109,6 +109,10 @@ def stopwatch(work: Callable[[], Any]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def _readable(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def machine() -> dict[str, Any]:

@@ -40,8 +40,9 @@ class Reader(Protocol):
     """A stream of batches that can be stopped, resumed and split.
 
     The order of calls: make one; optionally ``load_state_dict``; then iterate. ``state_dict`` may
-    be called at any time and speaks of the batches that iteration has handed out so far. Iterating
-    to the end and again starts over. ``load_state_dict`` between ``iter`` and the stream's end
+    be called at any time and speaks of the batches that iteration has handed out so far; after the
+    last one has been asked for in vain, of the start. Iterating again after the end starts over; after
+    a break it goes on where it was. ``load_state_dict`` between ``iter`` and the stream's end
     raises ``WrongReaderState``: it would come too late to have an effect.
     """
 

@@ -38,5 +38,5 @@ def digest(model: nn.Module) -> str:
     state = xxhash.xxh3_128()
     for name, parameter in model.named_parameters():
         state.update(name.encode())
-        state.update(memoryview(np.ascontiguousarray(parameter.detach().numpy())).cast("B"))
+        state.update(np.ascontiguousarray(parameter.detach().numpy()).reshape(-1).view(np.uint8).data)
     return state.hexdigest()

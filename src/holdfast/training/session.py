@@ -51,7 +51,7 @@ def run(config: Config, console: Console) -> Outcome:
         except HoldfastError as error:
             events.emit("run_failed", error=type(error).__name__, message=str(error))
             raise
-    _print_summary(console, result, trainer, folder)
+    _print_summary(console, result, folder)
     return Outcome(result, folder, received[0] if received else None)
 
 
@@ -116,7 +116,7 @@ def _board(config: Config, folder: Path) -> Iterator[Callable[[Progress], None]]
         writer.close()
 
 
-def _print_summary(console: Console, result: Result, trainer: Trainer, folder: Path) -> None:
+def _print_summary(console: Console, result: Result, folder: Path) -> None:
     how = "interrupted" if result.interrupted else "finished"
     lines = [
         f"{how} after {result.steps:,} steps, {result.samples:,} samples, "
@@ -126,9 +126,9 @@ def _print_summary(console: Console, result: Result, trainer: Trainer, folder: P
         f"{result.samples_per_second:,.0f} samples/s",
     ]
     if result.bad_lines:
-        lines.append(f"{result.bad_lines:,} bad lines were skipped:")
-        for reader in (trainer.train_reader, trainer.test_reader):
-            lines += [f"  {message}" for message in getattr(reader, "first_bad", [])]
+        was = "line was" if result.bad_lines == 1 else "lines were"
+        lines.append(f"{result.bad_lines:,} bad {was} skipped:")
+        lines += [f"  {message}" for message in result.first_bad_lines]
     lines.append(f"figures: {folder / 'events.jsonl'}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from holdfast.data.reader import Batch
+from holdfast.data.reader import Batch, Reader
 from holdfast.errors import TrainingDiverged
 from holdfast.events import EventLog
 from holdfast.models.presets import build
@@ -59,6 +59,8 @@ class Result:
     samples_per_second: float
     test: Test
     bad_lines: int
+    """Lines of the data that were skipped, with the first few reasons; in each part, of its last pass."""
+    first_bad_lines: list[str]
     weights: str
     """A checksum over all parameters' bits: equal for equal models."""
     interrupted: bool
@@ -90,6 +92,7 @@ class Trainer:
         self.samples = 0
         self.train_seconds = 0.0
         self._epoch = 0
+        self._skipped: dict[str, tuple[int, list[str]]] = {}
         self._batches = self._stream()
 
     def run(
@@ -123,13 +126,15 @@ class Trainer:
             interrupted = stop_requested()
         if test is None or test.step != self.step:
             test = self.test(lambda: not interrupted and stop_requested())
+        self._note_skipped("train", self.train_reader)
         result = Result(
             steps=self.step,
             samples=self.samples,
             train_seconds=self.train_seconds,
             samples_per_second=self.samples / self.train_seconds if self.train_seconds else 0.0,
             test=test,
-            bad_lines=getattr(self.train_reader, "bad_lines", 0) + getattr(self.test_reader, "bad_lines", 0),
+            bad_lines=sum(count for count, _ in self._skipped.values()),
+            first_bad_lines=[message for _, messages in self._skipped.values() for message in messages],
             weights=digest(self.model),
             interrupted=interrupted,
         )
@@ -173,11 +178,13 @@ class Trainer:
         """AUC and log loss over the whole test part; over what was read so far if asked to stop."""
         logits: list[np.ndarray] = []
         labels: list[np.ndarray] = []
-        for batch in self.test_reader.split(0, 1):
+        reader = self.test_reader.split(0, 1)  # a pass of its own, whatever became of the last one
+        for batch in reader:
             logits.append(self._logits(batch).numpy())
             labels.append(batch.labels)
             if stop_requested():
                 break
+        self._note_skipped("test", reader)
         scores, truth = np.concatenate(logits), np.concatenate(labels)
         result = Test(self.step, auc(scores, truth), log_loss(scores, truth), len(truth))
         self.events.emit("test", **asdict(result))
@@ -188,6 +195,10 @@ class Trainer:
         by_epochs = (self._epoch + self.train_reader.progress()) / self.config.epochs
         by_steps = self.step / self.config.max_steps if self.config.max_steps else 0.0
         return min(1.0, max(by_epochs, by_steps))
+
+    def _note_skipped(self, part: str, reader: Reader) -> None:
+        """Readers that can skip bad lines count them; others have none to report."""
+        self._skipped[part] = getattr(reader, "bad_lines", 0), list(getattr(reader, "first_bad", []))
 
     def _logits(self, batch: Batch) -> Tensor:
         ids = [torch.from_numpy(i) for i in batch.ids]
