@@ -132,7 +132,9 @@ def test_any_bytes_are_accepted_or_refused_as_the_twin_does(parts: list[bytes]) 
     check_against_twin(b"".join(part + b"\n" for part in parts))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 400))]
+)
 def test_lines_with_a_few_other_bytes_are_accepted_or_refused_as_the_twin_does(seed: int) -> None:
     rng = random.Random(seed)
     text = bytearray(b"".join(random_line(rng) + b"\n" for _ in range(1000)))
