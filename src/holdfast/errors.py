@@ -1,6 +1,12 @@
 """Every error that Holdfast raises on purpose.
 
     HoldfastError
+    ├── CheckpointError      a checkpoint that cannot be saved or restored
+    │   ├── CorruptCheckpoint    bytes that are not the ones that were written
+    │   ├── NoSuchVersion        a version that is not in the store
+    │   ├── ModelMismatch        a checkpoint of another model
+    │   ├── UnsupportedState     a value that cannot be stored without running code to read it
+    │   └── SaveFailed           a save behind the trainer's back went wrong
     ├── ConfigError          a configuration or an option that cannot be meant
     ├── DataError            training data that cannot be read
     │   ├── BadLine          one line of it, with file and line number
@@ -19,6 +25,30 @@ found, and the cure. Anything else that escapes is a bug in Holdfast.
 
 class HoldfastError(Exception):
     """The root: ``except HoldfastError`` catches all that Holdfast raises on purpose."""
+
+
+class CheckpointError(HoldfastError):
+    """A checkpoint that cannot be saved or restored."""
+
+
+class CorruptCheckpoint(CheckpointError):
+    """A file of a checkpoint is truncated, altered or swapped: its bytes are not those that were written."""
+
+
+class NoSuchVersion(CheckpointError):
+    """The store holds no such version, or none at all."""
+
+
+class ModelMismatch(CheckpointError):
+    """A checkpoint does not fit the objects that it is restored into: the message names what differs."""
+
+
+class UnsupportedState(CheckpointError):
+    """A ``state_dict`` holds a value that cannot be written as plain data; the message says where."""
+
+
+class SaveFailed(CheckpointError):
+    """A save in the background failed; what it was to save is still marked as changed."""
 
 
 class ConfigError(HoldfastError):

@@ -1,0 +1,246 @@
+"""A chunk file's bytes: pieces of records behind a header, as one safetensors file.
+
+A **piece** holds records of one group that were written (*born*) in some range of versions and replaced
+(*died*) in some range, with their row ids. It is the unit that is read and checksummed. A file (a
+*bundle*, when it has several) puts pieces one after the other, each contiguous: ids, then versions of birth
+and of death where they differ within the piece, then each field.
+
+The header is safetensors' own, so other tools can read the arrays; what they mean stands in its metadata.
+The manifest holds the header's length and checksum, the header each piece's: whatever is read has been
+vouched for from above before it is used.
+
+    8 bytes   length of the JSON, little-endian
+    JSON      names, types, shapes and offsets of all arrays; the pieces under __metadata__
+    pieces
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.ids import decode_ids, encode_ids
+from holdfast.checkpoint.records import Field, Rows
+from holdfast.errors import CorruptCheckpoint
+
+OPEN = 2**31 - 1
+"""The version in which a record dies that nothing has replaced yet."""
+LAST = 2**31 - 1
+"""The rank of pieces whose rows no piece of lower rank may override."""
+LARGEST_HEADER = 64 << 20
+FORMAT = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a piece is and which versions need it.
+
+    Version *v* needs the piece if ``first_born <= v < last_died``, and of it the records that were
+    born at or before *v* and died after it. Pieces are applied by ascending ``rank``: where two hold
+    the same row, the later one is right.
+    """
+
+    group: int
+    rank: int
+    rows: int
+    first_born: int
+    last_born: int
+    first_died: int
+    last_died: int
+    ids: str
+    """How the row ids are encoded (see ``ids.py``)."""
+    first_id: int
+    last_id: int
+    offset: int
+    """Of its first byte, from the end of the header."""
+    lengths: tuple[int, ...]
+    """Bytes of its arrays: ids, born, died, then each field."""
+    checksum: str
+
+    @property
+    def length(self) -> int:
+        """Bytes of the whole piece."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class NewPiece:
+    """A piece to be written. ``born`` and ``died`` are one version, or one for each row."""
+
+    group: int
+    rank: int
+    rows: Rows
+    born: int | NDArray[np.int32]
+    died: int | NDArray[np.int32] = OPEN
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A file ready to be stored: its parts, and what the manifest must say of it."""
+
+    parts: list[Any]
+    bytes: int
+    header_bytes: int
+    header_checksum: str
+    pieces: tuple[Piece, ...]
+
+
+def checksum(*parts: Any) -> str:
+    """128 bits of XXH3 over some buffers."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def encode_file(pieces: Sequence[NewPiece], fields_of_group: Sequence[Sequence[Field]]) -> Encoded:
+    """The bytes of a file with these pieces, without copying their records."""
+    described: list[Piece] = []
+    arrays: dict[str, Any] = {}
+    parts: list[Any] = []
+    at = 0
+    for number, new in enumerate(pieces):
+        piece, buffers = _encode_piece(new, at)
+        described.append(piece)
+        names = ["ids", "born", "died", *(f.name for f in fields_of_group[new.group])]
+        fields = (None, None, None, *fields_of_group[new.group])
+        begin = at
+        for name, field, length in zip(names, fields, piece.lengths, strict=True):
+            if length or field is not None:
+                arrays[f"{number}.{name}"] = {
+                    "dtype": field.dtype if field else "U8",
+                    "shape": [piece.rows, field.width] if field else [length],
+                    "data_offsets": [begin, begin + length],
+                }
+            begin += length
+        parts += buffers
+        at += piece.length
+    arrays["__metadata__"] = {"holdfast": FORMAT, "pieces": json.dumps([_pack(p) for p in described])}
+    text = json.dumps(arrays, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # safetensors wants the data aligned
+    header = len(text).to_bytes(8, "little") + text
+    return Encoded([header, *parts], len(header) + at, len(header), checksum(header), tuple(described))
+
+
+def _encode_piece(new: NewPiece, offset: int) -> tuple[Piece, list[Any]]:
+    rows = new.rows
+    encoding, id_bytes = encode_ids(rows.ids)
+    first_born, last_born, born_bytes = _encode_versions(new.born)
+    first_died, last_died, died_bytes = _encode_versions(new.died)
+    buffers: list[Any] = [id_bytes, born_bytes, died_bytes]
+    buffers += [np.ascontiguousarray(field).reshape(-1) for field in rows.fields]
+    piece = Piece(
+        group=new.group,
+        rank=new.rank,
+        rows=len(rows),
+        first_born=first_born,
+        last_born=last_born,
+        first_died=first_died,
+        last_died=last_died,
+        ids=encoding,
+        first_id=int(rows.ids[0]) if len(rows) else 0,
+        last_id=int(rows.ids[-1]) if len(rows) else -1,
+        offset=offset,
+        lengths=tuple(memoryview(b).nbytes for b in buffers),
+        checksum=checksum(*buffers),
+    )
+    return piece, [b for b in buffers if memoryview(b).nbytes]
+
+
+def _encode_versions(versions: int | NDArray[np.int32]) -> tuple[int, int, NDArray[np.uint8]]:
+    """Least and greatest, and how far above the least each row's is, in as few bytes as that takes."""
+    nothing = np.empty(0, np.uint8)
+    if not isinstance(versions, np.ndarray):
+        return versions, versions, nothing
+    low, high = (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)
+    if low == high:
+        return low, high, nothing
+    dtype = np.uint8 if high - low < 1 << 8 else np.uint16 if high - low < 1 << 16 else np.uint32
+    return low, high, (versions - low).astype(dtype).view(np.uint8)
+
+
+def decode_header(data: bytes, where: str) -> tuple[Piece, ...]:
+    """The pieces that a header describes. ``data`` is the whole header, its checksum already checked."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        if size != len(data) - 8:
+            raise ValueError(f"the header says {size} bytes and has {len(data) - 8}")
+        header = json.loads(data[8:])
+        metadata = header["__metadata__"]
+        if metadata["holdfast"] != FORMAT:
+            raise ValueError(f"format {metadata['holdfast']}, expected {FORMAT}")
+        return tuple(_unpack(values) for values in json.loads(metadata["pieces"]))
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise CorruptCheckpoint(f"{where} is not a chunk file of Holdfast: {error}") from None
+
+
+def decode_piece(piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field], where: str) -> DecodedPiece:
+    """A piece from its bytes, without copying them.
+
+    Raises CorruptCheckpoint when they are not the bytes that were written.
+    """
+    if data.nbytes != piece.length or checksum(data) != piece.checksum:
+        raise CorruptCheckpoint(f"{where}: a piece at byte {piece.offset} does not have its checksum")
+    expected = [f.bytes * piece.rows for f in fields]
+    if list(piece.lengths[3:]) != expected:
+        raise CorruptCheckpoint(
+            f"{where}: a piece has fields of {piece.lengths[3:]} bytes, expected {expected}"
+        )
+    ends = np.cumsum(piece.lengths)
+    parts = [data[end - length : end] for end, length in zip(ends, piece.lengths, strict=True)]
+    ids = decode_ids(piece.ids, parts[0], piece.rows, piece.first_id, piece.last_id, where)
+    return DecodedPiece(
+        piece=piece,
+        rows=Rows(ids, tuple(p.reshape(piece.rows, f.bytes) for p, f in zip(parts[3:], fields, strict=True))),
+        born=_decode_versions(parts[1], piece.rows, piece.first_born, where),
+        died=_decode_versions(parts[2], piece.rows, piece.first_died, where),
+    )
+
+
+def _decode_versions(data: NDArray[np.uint8], rows: int, low: int, where: str) -> NDArray[np.int32] | int:
+    if not len(data):
+        return low
+    size = len(data) // rows
+    if size not in (1, 2, 4) or size * rows != len(data):
+        raise CorruptCheckpoint(f"{where}: {len(data)} bytes of versions for {rows} rows")
+    return data.view(f"<u{size}").astype(np.int32) + np.int32(low)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedPiece:
+    """A piece's records, with the versions of birth and death of each (or of all, if they are equal)."""
+
+    piece: Piece
+    rows: Rows
+    born: NDArray[np.int32] | int
+    died: NDArray[np.int32] | int
+
+    def at(self, version: int) -> Rows:
+        """The records that belong to a version."""
+        piece = self.piece
+        if piece.last_born <= version and piece.first_died > version:
+            return self.rows
+        alive = np.broadcast_to((self.born <= version) & (self.died > version), len(self.rows))
+        return self.rows.take(np.flatnonzero(alive))
+
+
+def _pack(piece: Piece) -> list[Any]:
+    return list(asdict(piece).values())
+
+
+def _unpack(values: list[Any]) -> Piece:
+    *numbers, encoding, first_id, last_id, offset, lengths, check = values
+    group, rank, rows, first_born, last_born, first_died, last_died = map(int, numbers)
+    sizes = tuple(map(int, lengths))
+    if min((group, rows, int(offset), *sizes)) < 0:
+        raise ValueError("a negative size")
+    return Piece(
+        group, rank, rows, first_born, last_born, first_died, last_died,
+        str(encoding), int(first_id), int(last_id), int(offset), sizes, str(check),
+    )  # fmt: skip

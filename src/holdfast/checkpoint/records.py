@@ -1,0 +1,132 @@
+"""What a checkpoint is made of: tables whose rows are fixed-size records of bits.
+
+A table has fields (its weights, each optimizer state that has one entry a row); a row's record is its
+fields side by side. Here a field is a C-contiguous uint8 array [rows, bytes]: nothing below knows floats,
+so nothing can be rounded or forgotten.
+
+Tables whose records look alike form a *group* and share one numbering: row ``i`` of a table is row
+``table.first + i`` of its group. So a model of hundreds of small tables is saved in a few large pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.errors import CheckpointError
+
+# Bytes of one element, by the names that safetensors gives to types.
+ELEMENT_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+Bytes2D = NDArray[np.uint8]
+RowIds = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One part of a record: ``width`` elements of ``dtype``."""
+
+    name: str
+    dtype: str
+    width: int
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes of a record it takes."""
+        return ELEMENT_BYTES[self.dtype] * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table as a checkpoint sees it: its name in the model, its rows, and its place in its group."""
+
+    name: str
+    rows: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tables with equal records, numbered through."""
+
+    fields: tuple[Field, ...]
+    tables: tuple[Table, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all its tables together."""
+        return sum(table.rows for table in self.tables)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record."""
+        return sum(field.bytes for field in self.fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest keeps it."""
+        return {
+            "fields": [[f.name, f.dtype, f.width] for f in self.fields],
+            "tables": [[t.name, t.rows] for t in self.tables],
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Group:
+        """What ``to_json`` gave; every number is checked before anything is allocated by it."""
+        fields = tuple(Field(str(n), str(d), int(w)) for n, d, w in value["fields"])
+        if not fields or any(f.dtype not in ELEMENT_BYTES or not 0 < f.width <= 1 << 20 for f in fields):
+            raise CheckpointError("a manifest names a field that no table can have")
+        tables: list[Table] = []
+        first = 0
+        for name, rows in value["tables"]:
+            if not 0 <= int(rows) < 1 << 48:
+                raise CheckpointError(f"a manifest says that table {name} has {rows} rows")
+            tables.append(Table(str(name), int(rows), first))
+            first += int(rows)
+        return cls(fields, tuple(tables))
+
+
+def make_groups(tables: Sequence[tuple[str, int, tuple[Field, ...]]]) -> tuple[Group, ...]:
+    """Groups of all tables (name, rows, fields) with equal fields, in order of first appearance."""
+    by_fields: dict[tuple[Field, ...], list[Table]] = {}
+    for name, rows, fields in tables:
+        members = by_fields.setdefault(fields, [])
+        first = members[-1].first + members[-1].rows if members else 0
+        members.append(Table(name, rows, first))
+    return tuple(Group(fields, tuple(members)) for fields, members in by_fields.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some records of a group: row ids, ascending and all different, and each field's bytes in that order."""
+
+    ids: RowIds
+    fields: tuple[Bytes2D, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, which: NDArray[Any]) -> Rows:
+        """The records at these positions, or where this mask is set."""
+        return Rows(self.ids[which], tuple(f[which] for f in self.fields))
+
+
+def take_rows(field: Bytes2D, ids: RowIds, out: Bytes2D) -> None:
+    """out[i] = field[ids[i]]. The quickest gather that there is here: one memcpy a row."""
+    np.take(field, ids, axis=0, out=out, mode="clip")
+
+
+def as_words(field: Bytes2D) -> NDArray[Any]:
+    """The same bytes in the largest words that fit a row, for loops that copy word by word."""
+    width = field.shape[1]
+    for dtype in (np.uint64, np.uint32, np.uint16):
+        size = np.dtype(dtype).itemsize
+        if width % size == 0 and field.ctypes.data % size == 0:
+            return field.view(dtype)
+    return field
