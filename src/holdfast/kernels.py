@@ -12,7 +12,7 @@ from numba import njit
 
 @njit(cache=True, nogil=True)
 def mark_rows(bits, ids):
-    """Set the bit of every id in a uint64 bitmap; ids outside the bitmap are left to whoever looks them up."""
+    """Set the bit of every id in a uint64 bitmap. Ids outside of it are not its concern."""
     limit = bits.shape[0] * 64
     for i in range(ids.shape[0]):
         row = ids[i]

@@ -180,13 +180,14 @@ def decode_header(data: bytes, where: str) -> tuple[Piece, ...]:
         raise CorruptCheckpoint(f"{where} is not a chunk file of Holdfast: {error}") from None
 
 
-def decode_piece(piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field], where: str) -> DecodedPiece:
-    """A piece from its bytes, without copying them.
-
-    Raises CorruptCheckpoint when they are not the bytes that were written.
-    """
+def check_piece(piece: Piece, data: NDArray[np.uint8], where: str) -> None:
+    """Raise CorruptCheckpoint unless these are the bytes that were written."""
     if data.nbytes != piece.length or checksum(data) != piece.checksum:
         raise CorruptCheckpoint(f"{where}: a piece at byte {piece.offset} does not have its checksum")
+
+
+def decode_piece(piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field], where: str) -> DecodedPiece:
+    """A piece from its bytes, already checked, without copying them."""
     expected = [f.bytes * piece.rows for f in fields]
     if list(piece.lengths[3:]) != expected:
         raise CorruptCheckpoint(

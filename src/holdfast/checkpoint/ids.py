@@ -22,10 +22,13 @@ _WORTH_COMPRESSING = 512
 
 
 def encode_ids(ids: RowIds) -> tuple[str, Any]:
-    """How they are stored, and their bytes. ``ids`` ascend, none twice."""
-    if not len(ids) or ids[-1] - ids[0] == len(ids) - 1:
+    """How they are stored, and their bytes. ``ids`` ascend; one may repeat."""
+    if not len(ids):
         return "range", np.empty(0, np.uint8)
     gaps = np.diff(ids, prepend=ids[0])
+    all_different = bool((gaps[1:] > 0).all())
+    if all_different and ids[-1] - ids[0] == len(ids) - 1:
+        return "range", np.empty(0, np.uint8)
     widest = int(gaps.max())
     if widest >= 1 << 32:
         return "raw", np.ascontiguousarray(ids, "<i8").view(np.uint8)
@@ -37,7 +40,7 @@ def encode_ids(ids: RowIds) -> tuple[str, Any]:
         if len(packed) < data.nbytes:
             best = (f"z{encoding}", packed)
     span = int(ids[-1] - ids[0]) + 1
-    if (span + 7) // 8 < memoryview(best[1]).nbytes:
+    if all_different and (span + 7) // 8 < memoryview(best[1]).nbytes:
         bits = np.zeros(span, np.bool_)
         bits[ids - ids[0]] = True
         best = ("bitmap", np.packbits(bits, bitorder="little"))
@@ -54,7 +57,7 @@ def decode_ids(
         ids = _decode(encoding, data, rows, first, last)
     except (ValueError, RuntimeError) as error:
         raise CorruptCheckpoint(f"{where}: row ids cannot be decoded: {error}") from None
-    if len(ids) != rows or ids[0] != first or ids[-1] != last or (rows > 1 and not (np.diff(ids) > 0).all()):
+    if len(ids) != rows or ids[0] != first or ids[-1] != last or (np.diff(ids) < 0).any():
         raise CorruptCheckpoint(f"{where}: row ids are not what the header says")
     return ids
 

@@ -104,7 +104,10 @@ def make_groups(tables: Sequence[tuple[str, int, tuple[Field, ...]]]) -> tuple[G
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some records of a group: row ids, ascending and all different, and each field's bytes in that order."""
+    """Some records of a group: row ids, ascending, and each field's bytes in that order.
+
+    An id stands once, except among records of several versions, where a row may have lived twice.
+    """
 
     ids: RowIds
     fields: tuple[Bytes2D, ...]

@@ -215,9 +215,11 @@ class Store(ABC):
 
     Attributes:
         url: where the store is, as messages name it.
+        keeps_open_files: whether an open object can be read on after it was deleted.
     """
 
     url: str
+    keeps_open_files: bool = False
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Buffer]) -> int:

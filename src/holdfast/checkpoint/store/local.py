@@ -99,6 +99,8 @@ class LocalStore(Store):
     each folder that changed once, however many objects went into it.
     """
 
+    keeps_open_files = True
+
     def __init__(self, path: str | os.PathLike[str], *, create: bool, files: Files | None = None) -> None:
         self.url = os.fspath(path)
         self._files = files or Files()

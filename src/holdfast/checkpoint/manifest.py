@@ -1,0 +1,192 @@
+"""The JSON that makes versions exist.
+
+A store's newest manifest is the store: it lists every version that can be restored and every file that
+they are made of. A save, a tidying of files and a deletion each end in a new manifest, published under
+the next number; files are written before it and deleted after it. The manifest before the newest is kept,
+with all of its files, so that damage to the newest costs one version at most.
+
+Versions that share a full version (a *baseline*) form an **era**. Within an era, files say which versions
+need them by when their rows were born and died; see ``chunk.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.records import Group
+from holdfast.checkpoint.store import Store
+from holdfast.errors import CorruptCheckpoint, ObjectMissing, StoreError
+
+FORMAT = 1
+FOLDER = "manifests/"
+LARGEST_MANIFEST = 1 << 30
+_NAME = re.compile(r"manifests/(\d{10})\.json")
+
+FileKind = Literal["baseline", "increment", "live", "history"]
+
+
+class FileEntry(Struct, frozen=True):
+    """A chunk file, and which versions of its era need it: ``first_born <= version < last_died``."""
+
+    name: str
+    bytes: int
+    header_bytes: int
+    header_checksum: str
+    kind: FileKind
+    shard: int
+    first_born: int
+    last_died: int
+    rows: int
+
+
+class DenseEntry(Struct, frozen=True):
+    """The file with all that is not rows of tables."""
+
+    name: str
+    bytes: int
+    checksum: str
+
+
+class Version(Struct, frozen=True):
+    """One saved state."""
+
+    version: int
+    era: int
+    step: int
+    time: float
+    baseline: bool
+    rows: int
+    """Rows that were written for it."""
+    bytes: int
+    """Bytes that were written for it, dense file included."""
+    dense: DenseEntry
+    metadata: dict[str, Any] = {}
+
+
+class Era(Struct, frozen=True):
+    """A baseline and all that was saved on top of it."""
+
+    number: int
+    strategy: str
+    groups: list[dict[str, Any]]
+    files: list[FileEntry]
+
+    def decoded_groups(self) -> tuple[Group, ...]:
+        """The groups as values."""
+        return tuple(Group.from_json(group) for group in self.groups)
+
+    def files_of(self, version: int) -> list[FileEntry]:
+        """The files that a version needs."""
+        return [f for f in self.files if f.first_born <= version < f.last_died]
+
+
+class Manifest(Struct, frozen=True):
+    """Everything about a store at one time."""
+
+    format: int
+    number: int
+    time: float
+    eras: list[Era]
+    versions: list[Version]
+    retired: list[tuple[str, float]] = []
+    """Files that this manifest no longer needs, and since when: deleted when nobody can be reading them."""
+
+    def era(self, number: int) -> Era:
+        """An era by number."""
+        return next(era for era in self.eras if era.number == number)
+
+    def file_names(self) -> set[str]:
+        """All files that its versions need."""
+        return {f.name for era in self.eras for f in era.files} | {v.dense.name for v in self.versions}
+
+
+EMPTY = Manifest(format=FORMAT, number=0, time=0.0, eras=[], versions=[])
+
+
+def name_of(number: int) -> str:
+    """The object that holds manifest ``number``."""
+    return f"{FOLDER}{number:010}.json"
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Its bytes: the checksum first, so that it stands at a fixed place."""
+    body = msgspec.json.encode(manifest)
+    return b'{"checksum":"' + checksum(body).encode() + b'","manifest":' + body + b"}\n"
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """What ``encode`` gave; CorruptCheckpoint if these are not its bytes."""
+    try:
+        head, tail = data[:13], data[45:58]
+        body = data[58:-2]
+        if (head, tail, data[-2:]) != (b'{"checksum":"', b'","manifest":', b"}\n"):
+            raise ValueError("it is not framed as a manifest")
+        if checksum(body).encode() != data[13:45]:
+            raise ValueError("its checksum does not match")
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise CorruptCheckpoint(f"{where} is damaged: {error}") from None
+    if manifest.format != FORMAT:
+        raise CorruptCheckpoint(f"{where} has format {manifest.format}; this Holdfast reads format {FORMAT}")
+    return manifest
+
+
+def numbers(store: Store) -> list[int]:
+    """The numbers of all manifests in a store, newest first."""
+    found = (_NAME.fullmatch(info.name) for info in store.list(FOLDER))
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def read(store: Store, number: int) -> Manifest:
+    """Read one manifest."""
+    name = name_of(number)
+    with store.open(name) as reader:
+        if reader.size > LARGEST_MANIFEST:
+            raise CorruptCheckpoint(f"{store.url}: {name} has {reader.size} bytes: no manifest is that large")
+        manifest = decode(reader.read(), f"{store.url}: {name}")
+    if manifest.number != number:
+        raise CorruptCheckpoint(f"{store.url}: {name} holds manifest {manifest.number}: files were swapped")
+    return manifest
+
+
+def read_newest(store: Store, complaints: list[str] | None = None) -> Manifest:
+    """The newest manifest that is whole; EMPTY for a store with none at all.
+
+    What is wrong with newer ones is appended to ``complaints``. Raises CorruptCheckpoint if there are
+    manifests and none can be read.
+    """
+    problems: list[str] = []
+    for number in numbers(store):
+        try:
+            manifest = read(store, number)
+        except ObjectMissing:  # deleted by a writer since the listing: there are newer ones
+            return read_newest(store, complaints)
+        except (CorruptCheckpoint, StoreError) as error:
+            problems.append(str(error))
+            continue
+        if complaints is not None:
+            complaints += problems
+        return manifest
+    if problems:
+        raise CorruptCheckpoint(f"{store.url} has no manifest that can be read: {'; '.join(problems)}")
+    return EMPTY
+
+
+def without_unneeded_files(eras: Iterable[Era], versions: Iterable[Version]) -> list[Era]:
+    """The eras with only those files that one of the versions needs; eras of no version are left out."""
+    kept: list[Era] = []
+    by_era: dict[int, list[int]] = {}
+    for version in versions:
+        by_era.setdefault(version.era, []).append(version.version)
+    for era in eras:
+        wanted = by_era.get(era.number, [])
+        if wanted:
+            files = [f for f in era.files if any(f.first_born <= v < f.last_died for v in wanted)]
+            kept.append(msgspec.structs.replace(era, files=files))
+    return kept

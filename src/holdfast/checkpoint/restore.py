@@ -1,0 +1,283 @@
+"""Reading a version: which pieces it needs, in which order, as few and as long reads as possible.
+
+The main path is ``VersionReader.read_rows``: a thread reads and checks the next stretch of a file while
+this one decodes the last and hands its rows to whoever restores.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint import chunk
+from holdfast.checkpoint.chunk import (
+    LARGEST_HEADER,
+    DecodedPiece,
+    Piece,
+    check_piece,
+    decode_header,
+    decode_piece,
+)
+from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
+from holdfast.checkpoint.records import Group, Rows
+from holdfast.checkpoint.store import ObjectReader, Store
+from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
+
+# A stretch this long stays in the processor's cache between being read, checked and handed on.
+STRETCH_BYTES = 4 << 20
+_AHEAD = 3
+_TRIES = 5
+
+Sink = Callable[[int, Rows], None]
+"""Takes rows of a group; called from one thread, in the order in which rows override each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Pieces of a file that are read together."""
+
+    file: OpenFile
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes that is."""
+        return sum(piece.length for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A chunk file whose header has been read and checked."""
+
+    entry: FileEntry
+    reader: ObjectReader
+    pieces: tuple[Piece, ...]
+    where: str
+
+    def read(self, pieces: Sequence[Piece], out: NDArray[np.uint8]) -> None:
+        """Read these pieces, one behind the other."""
+        ranges = [(self.entry.header_bytes + piece.offset, piece.length) for piece in pieces]
+        self.reader.read_into(ranges, out.data)
+
+
+def open_file(store: Store, entry: FileEntry, version: int | None = None) -> OpenFile:
+    """Open a chunk file and check that it is the one that the manifest names."""
+    where = f"{store.url}: {entry.name}" + ("" if version is None else f" (version {version})")
+    reader = store.open(entry.name)
+    try:
+        if reader.size != entry.bytes:
+            raise CorruptCheckpoint(f"{where} has {reader.size} bytes, expected {entry.bytes}")
+        if not 8 < entry.header_bytes <= min(entry.bytes, LARGEST_HEADER):
+            raise CorruptCheckpoint(f"{where} is said to have a header of {entry.header_bytes} bytes")
+        header = reader.read(0, entry.header_bytes)
+        if chunk.checksum(header) != entry.header_checksum:
+            raise CorruptCheckpoint(f"{where}: its header does not have its checksum")
+        pieces = decode_header(header, where)
+        if any(p.offset + p.length > entry.bytes - entry.header_bytes for p in pieces):
+            raise CorruptCheckpoint(f"{where}: a piece ends behind the end of the file")
+    except BaseException:
+        reader.close()
+        raise
+    return OpenFile(entry, reader, pieces, where)
+
+
+class VersionReader:
+    """One version of a store, opened: all of its files are held open, so that tidying cannot take them away.
+
+    A context manager. Open it with ``open_version``.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, version: Version) -> None:
+        self.store = store
+        self.version = version
+        self.era: Era = manifest.era(version.era)
+        self.groups: tuple[Group, ...] = self.era.decoded_groups()
+        self.bytes_read = 0
+        self.pieces_read = 0
+        self._stack = ExitStack()
+        self.files: list[OpenFile] = []
+        try:
+            for entry in self.era.files_of(version.version):
+                file = open_file(store, entry, version.version)
+                self._stack.callback(file.reader.close)
+                self.files.append(file)
+            self._dense = self._stack.enter_context(store.open(version.dense.name))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def pieces(self, *, baseline: bool = True) -> list[tuple[OpenFile, Piece]]:
+        """All pieces that the version needs, in the order in which they are to be applied."""
+        v = self.version.version
+        needed = [
+            (file, piece)
+            for file in self.files
+            if baseline or file.entry.kind != "baseline"
+            for piece in file.pieces
+            if piece.rows and piece.first_born <= v < piece.last_died
+        ]
+        return sorted(needed, key=lambda pair: pair[1].rank)
+
+    def dense(self) -> bytes:
+        """The bytes of the dense part, checked."""
+        entry = self.version.dense
+        where = f"{self.store.url}: {entry.name} (version {self.version.version})"
+        if self._dense.size != entry.bytes:
+            raise CorruptCheckpoint(f"{where} has {self._dense.size} bytes, expected {entry.bytes}")
+        data = self._dense.read()
+        if chunk.checksum(data) != entry.checksum:
+            raise CorruptCheckpoint(f"{where} does not have its checksum")
+        self.bytes_read += len(data)
+        return data
+
+    def read_rows(
+        self,
+        sink: Sink,
+        *,
+        baseline: bool = True,
+        on_progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Hand all rows of the version to the sink, later ones overriding earlier ones.
+
+        ``baseline=False`` leaves out the rows of the era's full version: only what changed since.
+        ``on_progress`` is told how many bytes have been handed on.
+        """
+        pieces = self.pieces(baseline=baseline)
+        done = 0
+        for decoded in self._decode(_stretches(pieces)):
+            rows = decoded.at(self.version.version)
+            if len(rows):
+                sink(decoded.piece.group, rows)
+            done += decoded.piece.length
+            on_progress(done)
+
+    def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
+        """Read and check every byte that the version needs; how many there were."""
+        self.read_rows(lambda group, rows: None, on_progress=on_progress)
+        self.dense()
+        return self.bytes_read
+
+    def total_bytes(self) -> int:
+        """How many bytes ``read_rows`` reads."""
+        return sum(piece.length for _, piece in self.pieces())
+
+    def _decode(self, stretches: Iterator[Stretch]) -> Iterator[DecodedPiece]:
+        with ThreadPoolExecutor(1, "holdfast-read") as pool:
+            under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[None]]] = deque()
+            free: list[NDArray[np.uint8]] = []
+
+            def start(stretch: Stretch) -> None:
+                size = stretch.bytes
+                buffer = (
+                    free.pop()
+                    if free and size <= STRETCH_BYTES
+                    else np.empty(max(size, STRETCH_BYTES), np.uint8)
+                )
+                under_way.append((stretch, buffer, pool.submit(_read_checked, stretch, buffer[:size])))
+
+            try:
+                for stretch in stretches:
+                    start(stretch)
+                    if len(under_way) < _AHEAD:
+                        continue
+                    yield from self._finish(under_way, free)
+                while under_way:
+                    yield from self._finish(under_way, free)
+            finally:
+                for _, _, future in under_way:
+                    future.cancel()
+
+    def _finish(
+        self,
+        under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[None]]],
+        free: list[NDArray[np.uint8]],
+    ) -> Iterator[DecodedPiece]:
+        stretch, buffer, future = under_way.popleft()
+        future.result()
+        self.bytes_read += stretch.bytes
+        self.pieces_read += len(stretch.pieces)
+        at = 0
+        for piece in stretch.pieces:
+            data = buffer[at : at + piece.length]
+            yield decode_piece(piece, data, self.groups[piece.group].fields, stretch.file.where)
+            at += piece.length
+        if len(buffer) == STRETCH_BYTES:
+            free.append(buffer)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_version(store: Store, version: int | None = None, manifest: Manifest | None = None) -> VersionReader:
+    """Open a version, the newest by default, for reading.
+
+    A writer may be tidying up meanwhile: a file that is gone has been replaced by others that a newer
+    manifest names, so that one is read and the version opened again.
+    """
+    for attempt in range(_TRIES):
+        current = manifest if manifest is not None and attempt == 0 else read_newest(store)
+        found = find_version(current, version, store.url)
+        try:
+            return VersionReader(store, current, found)
+        except ObjectMissing as error:
+            missing = error
+    raise CorruptCheckpoint(f"version {found.version} of {store.url} cannot be read: {missing}")
+
+
+def find_version(manifest: Manifest, version: int | None, url: str) -> Version:
+    """A version of a manifest by number; the newest for None."""
+    if not manifest.versions:
+        raise NoSuchVersion(f"{url} holds no version")
+    if version is None:
+        return manifest.versions[-1]
+    for candidate in manifest.versions:
+        if candidate.version == version:
+            return candidate
+    have = [v.version for v in manifest.versions]
+    raise NoSuchVersion(f"{url} holds no version {version}: it has {_shown(have)}")
+
+
+def _shown(have: list[int]) -> str:
+    return f"{have[0]} to {have[-1]} ({len(have)} in all)" if len(have) > 5 else ", ".join(map(str, have))
+
+
+def _read_checked(stretch: Stretch, buffer: NDArray[np.uint8]) -> None:
+    stretch.file.read(stretch.pieces, buffer)
+    at = 0
+    for piece in stretch.pieces:
+        check_piece(piece, buffer[at : at + piece.length], stretch.file.where)
+        at += piece.length
+
+
+def _stretches(pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[Stretch]:
+    """Neighbouring pieces of a file together, up to a limit, in an order that keeps ranks ascending."""
+    gathered: list[Piece] = []
+    size = 0
+    file: OpenFile | None = None
+    # Among pieces of equal rank the order is free: by place, so that neighbours meet.
+    for next_file, piece in sorted(pieces, key=lambda p: (p[1].rank, p[0].entry.name, p[1].offset)):
+        if file is not None and (next_file is not file or size + piece.length > STRETCH_BYTES):
+            yield Stretch(file, tuple(gathered))
+            gathered, size = [], 0
+        file = next_file
+        gathered.append(piece)
+        size += piece.length
+    if file is not None:
+        yield Stretch(file, tuple(gathered))

@@ -1,0 +1,129 @@
+"""The "rounds" layout of ``chunked``: where each record is to lie so that every version is quick to read.
+
+A record is born in one version and dies in the version that replaces it. A version needs the records
+born at or before it that die after it. New records enter an *increment* file. Every few versions a round
+looks at the files that hold current records; from those of which enough has died, records that are still
+current go to a *live* file, and the dead ones to a *history* file, grouped by when they were born and
+died, so that a version reads of it only what it needs, in few stretches.
+
+So nothing is ever stored twice; a record is moved about as often as its neighbours die; and dead records
+that no kept version needs are dropped on the way.
+
+Why any version comes out right (``rank`` is the order in which pieces are applied):
+
+- A live piece of rank T holds records that were current at version T. A row in two open pieces is
+  therefore newer in the one of higher rank.
+- A history piece says exactly when each of its records died, so only the right one is taken from it; it
+  is applied after all open pieces, which may still hold an older record of the row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.chunk import LAST, OPEN, NewPiece
+from holdfast.checkpoint.records import Rows
+
+# A piece should be worth a read of its own: smaller ones are put together with their neighbours.
+SMALLEST_PIECE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """Records of a group with the versions in which each was born and died."""
+
+    rows: Rows
+    born: NDArray[np.int32]
+    died: NDArray[np.int32]
+
+    def take(self, mask: NDArray[np.bool_]) -> Lives:
+        """Those where the mask is set."""
+        where = np.flatnonzero(mask)
+        return Lives(self.rows.take(where), self.born[where], self.died[where])
+
+
+def choose(
+    dead: Sequence[int], rows: Sequence[int], sizes: Sequence[int], dead_fraction: float, most_bytes: int
+) -> list[int]:
+    """Which files a round takes: those with the largest dead share above a fraction, within a budget."""
+    shares = [(d / n if n else 1.0, i) for i, (d, n) in enumerate(zip(dead, rows, strict=True))]
+    chosen: list[int] = []
+    total = 0
+    for share, i in sorted(shares, reverse=True):
+        if share <= dead_fraction:
+            break
+        if not chosen or total + sizes[i] <= most_bytes:
+            chosen.append(i)
+            total += sizes[i]
+    return sorted(chosen)
+
+
+def belongs_to_any(lives: Lives, versions: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which records at least one of the versions (ascending) needs."""
+    first_not_before = np.append(versions, OPEN)[np.searchsorted(versions, lives.born)]
+    return first_not_before < lives.died
+
+
+def arrange(
+    group: int, lives: Lives, version: int, base: int, round_versions: int
+) -> tuple[list[NewPiece], list[NewPiece]]:
+    """The live and the history pieces that these records become, each list in file order.
+
+    ``base`` is the version of the era's baseline; buckets of ``round_versions`` are counted from it.
+    """
+    record_bytes = sum(f.shape[1] for f in lives.rows.fields)
+    least_rows = max(1, SMALLEST_PIECE_BYTES // max(record_bytes, 1))
+    current = lives.died == OPEN
+    live = _pieces(group, lives.take(current), version, base, round_versions, least_rows)
+    history = _pieces(group, lives.take(~current), LAST, base, round_versions, least_rows)
+    return live, history
+
+
+def _pieces(
+    group: int, lives: Lives, rank: int, base: int, round_versions: int, least_rows: int
+) -> list[NewPiece]:
+    if not len(lives.rows):
+        return []
+    keys = _piece_keys(lives, base, round_versions, least_rows)
+    # By piece, then by id: ids must ascend within a piece, and rows that lie together are written together.
+    order = np.lexsort((lives.rows.ids, keys))
+    rows, born, died = lives.rows.take(order), lives.born[order], lives.died[order]
+    edges = np.flatnonzero(np.diff(keys[order])) + 1
+    cuts = [0, *edges.tolist(), len(order)]
+    return [
+        NewPiece(
+            group=group,
+            rank=rank,
+            rows=Rows(rows.ids[a:b], tuple(f[a:b] for f in rows.fields)),
+            born=born[a:b],
+            died=died[a:b] if rank == LAST else OPEN,
+        )
+        for a, b in itertools.pairwise(cuts)
+    ]
+
+
+def _piece_keys(lives: Lives, base: int, round_versions: int, least_rows: int) -> NDArray[np.int64]:
+    """A number for the piece of each record, ascending by birth.
+
+    A piece for each (born, died); where that would be small, for (born, bucket of died); where that too would
+    be small, for (bucket of born, bucket of died).
+    """
+    born = (lives.born - base).astype(np.int64)
+    died = np.where(lives.died == OPEN, 0, lives.died - base).astype(np.int64)
+    span = int(died.max()) + 1
+    level = (int(born.max()) + 1) * span
+    born_bucket, died_bucket = (born - 1) // round_versions + 1, (died - 1) // round_versions + 1
+    exact = born * span + died
+    by_born = born * span + died_bucket
+    is_exact = np.bincount(exact)[exact] >= least_rows
+    rest = ~is_exact
+    is_by_born = np.zeros(len(exact), bool)
+    is_by_born[rest] = np.bincount(by_born[rest], minlength=1)[by_born[rest]] >= least_rows
+    within = np.where(is_exact, 2 * level + exact, np.where(is_by_born, level + by_born, died_bucket))
+    # The bucket of birth first: what a version needs of a file is then at its start.
+    return born_bucket * (3 * level) + within
