@@ -1,7 +1,6 @@
 """The hot loops over rows. Each has a slow, obvious twin in the tests.
 
-Rows are handled as bits: a field (weights, one optimizer state) of a table is a C-contiguous uint32
-array [rows, words], and a record is a row's fields side by side. All loops release the GIL.
+Rows are handled as bits: nothing here knows what a number means. All loops release the GIL.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from numba import njit
 
 
 @njit(cache=True, nogil=True)
-def mark_rows(bits, ids):
-    """Set the bit of every id in a uint64 bitmap. Ids outside of it are not its concern."""
-    limit = bits.shape[0] * 64
+def mark_rows(bits, ids, first, rows):
+    """Set the bits first + id of a uint64 bitmap. Ids outside of the table are not its concern."""
     for i in range(ids.shape[0]):
         row = ids[i]
-        if 0 <= row < limit:
-            bits[row >> 6] |= np.uint64(1) << np.uint64(row & 63)
+        if 0 <= row < rows:
+            bit = first + row
+            bits[bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
 
 
 @njit(cache=True, nogil=True)
@@ -53,20 +52,30 @@ def marked_rows(bits, out):
 
 
 @njit(cache=True, nogil=True)
-def gather_words(field, ids, records, first):
-    """Copy field[ids] to columns first, first + 1, … of the records."""
+def scatter_rows(field, ids, first, values):
+    """field[ids[i] - first] = values[i], eight words at a time. Rows must be whole words (``as_words``)."""
     words = field.shape[1]
     for i in range(ids.shape[0]):
-        row = ids[i]
-        for w in range(words):
-            records[i, first + w] = field[row, w]
-
-
-@njit(cache=True, nogil=True)
-def scatter_words(field, ids, records, first):
-    """Copy columns first, first + 1, … of the records to field[ids]."""
-    words = field.shape[1]
-    for i in range(ids.shape[0]):
-        row = ids[i]
-        for w in range(words):
-            field[row, w] = records[i, first + w]
+        row = ids[i] - first
+        w = 0
+        while w + 8 <= words:
+            a0 = values[i, w]
+            a1 = values[i, w + 1]
+            a2 = values[i, w + 2]
+            a3 = values[i, w + 3]
+            a4 = values[i, w + 4]
+            a5 = values[i, w + 5]
+            a6 = values[i, w + 6]
+            a7 = values[i, w + 7]
+            field[row, w] = a0
+            field[row, w + 1] = a1
+            field[row, w + 2] = a2
+            field[row, w + 3] = a3
+            field[row, w + 4] = a4
+            field[row, w + 5] = a5
+            field[row, w + 6] = a6
+            field[row, w + 7] = a7
+            w += 8
+        while w < words:
+            field[row, w] = values[i, w]
+            w += 1

@@ -35,6 +35,7 @@ LAST = 2**31 - 1
 """The rank of pieces whose rows no piece of lower rank may override."""
 LARGEST_HEADER = 64 << 20
 FORMAT = "1"
+_FIRST_FIELD = 4  # in Piece.lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,20 @@ class Piece:
     offset: int
     """Of its first byte, from the end of the header."""
     lengths: tuple[int, ...]
-    """Bytes of its arrays: ids, born, died, then each field."""
-    checksum: str
+    """Bytes of its arrays: ids, born, died, padding, then each field, and padding again."""
+    index_checksum: str
+    """Of ids, born and died."""
+    fields_checksum: str
 
     @property
     def length(self) -> int:
         """Bytes of the whole piece."""
         return sum(self.lengths)
+
+    @property
+    def index_length(self) -> int:
+        """Bytes of ids, born and died, which come first: enough to know which rows it holds."""
+        return sum(self.lengths[:_FIRST_FIELD])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +116,9 @@ def encode_file(pieces: Sequence[NewPiece], fields_of_group: Sequence[Sequence[F
     for number, new in enumerate(pieces):
         piece, buffers = _encode_piece(new, at)
         described.append(piece)
-        names = ["ids", "born", "died", *(f.name for f in fields_of_group[new.group])]
-        fields = (None, None, None, *fields_of_group[new.group])
+        own = fields_of_group[new.group]
+        names = ["ids", "born", "died", "pad", *(f.name for f in own), "end"]
+        fields = (None, None, None, None, *own, None)
         begin = at
         for name, field, length in zip(names, fields, piece.lengths, strict=True):
             if length or field is not None:
@@ -134,7 +143,9 @@ def _encode_piece(new: NewPiece, offset: int) -> tuple[Piece, list[Any]]:
     first_born, last_born, born_bytes = _encode_versions(new.born)
     first_died, last_died, died_bytes = _encode_versions(new.died)
     buffers: list[Any] = [id_bytes, born_bytes, died_bytes]
+    buffers.append(_padding(buffers))  # fields start at whole words, to be copied as such
     buffers += [np.ascontiguousarray(field).reshape(-1) for field in rows.fields]
+    buffers.append(_padding(buffers))
     piece = Piece(
         group=new.group,
         rank=new.rank,
@@ -148,9 +159,14 @@ def _encode_piece(new: NewPiece, offset: int) -> tuple[Piece, list[Any]]:
         last_id=int(rows.ids[-1]) if len(rows) else -1,
         offset=offset,
         lengths=tuple(memoryview(b).nbytes for b in buffers),
-        checksum=checksum(*buffers),
+        index_checksum=checksum(*buffers[:_FIRST_FIELD]),
+        fields_checksum=checksum(*buffers[_FIRST_FIELD:]),
     )
     return piece, [b for b in buffers if memoryview(b).nbytes]
+
+
+def _padding(buffers: list[Any]) -> NDArray[np.uint8]:
+    return np.zeros(-sum(memoryview(b).nbytes for b in buffers) % 8, np.uint8)
 
 
 def _encode_versions(versions: int | NDArray[np.int32]) -> tuple[int, int, NDArray[np.uint8]]:
@@ -181,27 +197,41 @@ def decode_header(data: bytes, where: str) -> tuple[Piece, ...]:
 
 
 def check_piece(piece: Piece, data: NDArray[np.uint8], where: str) -> None:
-    """Raise CorruptCheckpoint unless these are the bytes that were written."""
-    if data.nbytes != piece.length or checksum(data) != piece.checksum:
-        raise CorruptCheckpoint(f"{where}: a piece at byte {piece.offset} does not have its checksum")
+    """Raise CorruptCheckpoint unless these are the piece's bytes, or its index's alone."""
+    end = piece.index_length
+    good = checksum(data[:end]) == piece.index_checksum
+    if good and data.nbytes != end:
+        good = data.nbytes == piece.length and checksum(data[end:]) == piece.fields_checksum
+    if not good:
+        raise CorruptCheckpoint(f"{where}: the piece at byte {piece.offset} does not have its checksum")
+
+
+def decode_index(piece: Piece, data: NDArray[np.uint8], where: str) -> Index:
+    """Which rows a piece holds, from the first ``index_length`` of its bytes, already checked."""
+    ends = np.cumsum(piece.lengths[:3])
+    ids, born, died = (data[end - length : end] for end, length in zip(ends, piece.lengths, strict=False))
+    return Index(
+        ids=decode_ids(piece.ids, ids, piece.rows, piece.first_id, piece.last_id, where),
+        born=_decode_versions(born, piece.rows, piece.first_born, where),
+        died=_decode_versions(died, piece.rows, piece.first_died, where),
+    )
 
 
 def decode_piece(piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field], where: str) -> DecodedPiece:
-    """A piece from its bytes, already checked, without copying them."""
-    expected = [f.bytes * piece.rows for f in fields]
-    if list(piece.lengths[3:]) != expected:
+    """A piece from its bytes, already checked, without copying its fields."""
+    expected = tuple(f.bytes * piece.rows for f in fields)
+    if piece.lengths[_FIRST_FIELD:-1] != expected:
         raise CorruptCheckpoint(
-            f"{where}: a piece has fields of {piece.lengths[3:]} bytes, expected {expected}"
+            f"{where}: a piece has fields of {piece.lengths[_FIRST_FIELD:-1]} bytes, expected {expected}"
         )
-    ends = np.cumsum(piece.lengths)
-    parts = [data[end - length : end] for end, length in zip(ends, piece.lengths, strict=True)]
-    ids = decode_ids(piece.ids, parts[0], piece.rows, piece.first_id, piece.last_id, where)
-    return DecodedPiece(
-        piece=piece,
-        rows=Rows(ids, tuple(p.reshape(piece.rows, f.bytes) for p, f in zip(parts[3:], fields, strict=True))),
-        born=_decode_versions(parts[1], piece.rows, piece.first_born, where),
-        died=_decode_versions(parts[2], piece.rows, piece.first_died, where),
-    )
+    index = decode_index(piece, data, where)
+    values: list[NDArray[np.uint8]] = []
+    at = piece.index_length
+    for field in fields:
+        end = at + field.bytes * piece.rows
+        values.append(data[at:end].reshape(piece.rows, field.bytes))
+        at = end
+    return DecodedPiece(piece, Rows(index.ids, tuple(values)), index.born, index.died)
 
 
 def _decode_versions(data: NDArray[np.uint8], rows: int, low: int, where: str) -> NDArray[np.int32] | int:
@@ -211,6 +241,15 @@ def _decode_versions(data: NDArray[np.uint8], rows: int, low: int, where: str) -
     if size not in (1, 2, 4) or size * rows != len(data):
         raise CorruptCheckpoint(f"{where}: {len(data)} bytes of versions for {rows} rows")
     return data.view(f"<u{size}").astype(np.int32) + np.int32(low)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The rows of a piece, with the versions of birth and death of each (or of all, if they are equal)."""
+
+    ids: NDArray[np.int64]
+    born: NDArray[np.int32] | int
+    died: NDArray[np.int32] | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +275,13 @@ def _pack(piece: Piece) -> list[Any]:
 
 
 def _unpack(values: list[Any]) -> Piece:
-    *numbers, encoding, first_id, last_id, offset, lengths, check = values
+    *numbers, encoding, first_id, last_id, offset, lengths, index_check, fields_check = values
     group, rank, rows, first_born, last_born, first_died, last_died = map(int, numbers)
     sizes = tuple(map(int, lengths))
-    if min((group, rows, int(offset), *sizes)) < 0:
-        raise ValueError("a negative size")
+    if min((group, rows, int(offset), *sizes)) < 0 or len(sizes) <= _FIRST_FIELD:
+        raise ValueError("a piece has a size that cannot be")
     return Piece(
         group, rank, rows, first_born, last_born, first_died, last_died,
-        str(encoding), int(first_id), int(last_id), int(offset), sizes, str(check),
+        str(encoding), int(first_id), int(last_id), int(offset), sizes,
+        str(index_check), str(fields_check),
     )  # fmt: skip

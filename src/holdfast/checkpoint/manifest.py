@@ -40,6 +40,7 @@ class FileEntry(Struct, frozen=True):
     header_checksum: str
     kind: FileKind
     shard: int
+    first_rank: int
     first_born: int
     last_died: int
     rows: int

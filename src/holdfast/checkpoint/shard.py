@@ -7,15 +7,23 @@ what changed; only the catalog, which sees all shards, makes it count. Nothing h
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.chunk import OPEN, NewPiece, check_piece, decode_piece, encode_file
-from holdfast.checkpoint.manifest import FileEntry, FileKind
+from holdfast.checkpoint.chunk import (
+    OPEN,
+    Index,
+    NewPiece,
+    check_piece,
+    decode_index,
+    decode_piece,
+    encode_file,
+)
+from holdfast.checkpoint.manifest import Era, FileEntry, FileKind
 from holdfast.checkpoint.records import Field, Group, RowIds, Rows
 from holdfast.checkpoint.restore import STRETCH_BYTES, open_file
 from holdfast.checkpoint.store import Store
@@ -143,6 +151,57 @@ class Shard:
             return None
         return self._run_round(store, version, strategy, [files[i] for i in chosen], kept_versions)
 
+    def resume(self, store: Store, era: Era) -> None:
+        """Take up an era that another process wrote, as if this one had written it.
+
+        Reads which rows are in each of its files, not the rows.
+        """
+        self.base = min(f.first_born for f in era.files if f.kind == "baseline")
+        self._files.clear()
+        self._where = []
+        if not self._follows_rows():
+            return
+        self._where = [np.zeros(g.rows, np.int32) for g in self.groups]
+        found: list[list[tuple[RowIds, NDArray[np.int32], int]]] = [[] for _ in self.groups]
+        ordered = sorted((f for f in era.files if f.kind != "baseline"), key=lambda f: f.first_rank)
+        for entry in ordered:
+            number = 0
+            if entry.kind != "history":
+                number = self._next_file
+                self._next_file += 1
+                self._files[number] = _OpenFile(entry, number)
+            for group, index in read_indexes(store, entry):
+                born = np.broadcast_to(np.asarray(index.born, np.int32), len(index.ids))
+                found[group].append((index.ids, born, number))
+                if number:
+                    self._where[group][index.ids] = number
+        for group, parts in enumerate(found):
+            self._find_deaths(group, parts)
+
+    def _find_deaths(self, group: int, parts: list[tuple[RowIds, NDArray[np.int32], int]]) -> None:
+        """A record dies in the version in which the next one of its row is born."""
+        if not parts:
+            return
+        ids = np.concatenate([i for i, _, _ in parts])
+        born = np.concatenate([b for _, b, _ in parts])
+        files = np.concatenate([np.full(len(i), n, np.int32) for i, _, n in parts])
+        order = np.lexsort((born, ids))
+        ids, born, files = ids[order], born[order], files[order]
+        dead = np.flatnonzero((ids[1:] == ids[:-1]) & (files[:-1] > 0))
+        by_version = np.argsort(born[dead + 1], kind="stable")
+        dead = dead[by_version]
+        versions, starts = np.unique(born[dead + 1], return_index=True)
+        for version, a, b in zip(versions.tolist(), starts, np.append(starts[1:], len(dead)), strict=True):
+            these = dead[a:b]
+            self._note_deaths(group, version, ids[these], files[these])
+
+    def rows_of(self, store: Store, era: Era, version: int) -> Iterator[tuple[int, RowIds]]:
+        """(group, ids) of the rows that a version holds beyond the era's baseline."""
+        for entry in era.files_of(version):
+            if entry.kind != "baseline":
+                for group, index in read_indexes(store, entry):
+                    yield group, index.ids
+
     def live_bytes(self) -> int:
         """Bytes of the files that hold current records beyond the baseline."""
         return sum(f.entry.bytes for f in self._files.values())
@@ -244,10 +303,22 @@ class Shard:
             header_checksum=encoded.header_checksum,
             kind=kind,
             shard=self.number,
+            first_rank=min(p.rank for p in encoded.pieces),
             first_born=min(p.first_born for p in encoded.pieces),
             last_died=max(p.last_died for p in encoded.pieces),
             rows=sum(p.rows for p in encoded.pieces),
         )
+
+
+def read_indexes(store: Store, entry: FileEntry) -> Iterator[tuple[int, Index]]:
+    """Which rows are in a file: (group, index) of each of its pieces."""
+    opened = open_file(store, entry)
+    with opened.reader:
+        for piece in opened.pieces:
+            data = np.empty(piece.index_length, np.uint8)
+            opened.reader.read_into([(entry.header_bytes + piece.offset, len(data))], data.data)
+            check_piece(piece, data, opened.where)
+            yield piece.group, decode_index(piece, data, opened.where)
 
 
 def file_deaths(deaths: Sequence[tuple[int, int, RowIds]], group: int) -> tuple[RowIds, NDArray[np.int32]]:

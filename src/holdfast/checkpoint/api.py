@@ -1,0 +1,266 @@
+"""``Checkpointer``: read this first.
+
+    with hf.Checkpointer("run1", {"model": model, "optim": optimizer, "loader": loader},
+                         hf.Policy(every_steps=500, keep=20)) as ckpt:
+        start = ckpt.restore()                       # the newest version that verifies; 0 if there is none
+        for step, batch in enumerate(loader, start):
+            ...
+            ckpt.step(step)                          # saves when the policy says so, and returns at once
+
+What happens in a save: rows that were looked up since the last one are copied with their optimizer state
+(``tracker.py`` knows which, ``writer.py`` copies), and so is everything else in the objects
+(``torch_state.py``). A thread writes them as chunk files (``chunk.py``) that the strategy arranges
+(``shard.py``, ``strategies/``), and publishes a manifest (``catalog.py``), which makes the version exist.
+A restore reads the pieces that its version needs, once each (``restore.py``), into the live tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from holdfast.checkpoint.dense import decode_tree, encode_tree
+from holdfast.checkpoint.manifest import Version, read_newest
+from holdfast.checkpoint.progress import byte_progress
+from holdfast.checkpoint.records import Group, Rows, as_words, make_groups
+from holdfast.checkpoint.restore import VersionReader, find_version, open_version
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.torch_state import TrainingObjects
+from holdfast.checkpoint.writer import SaveReport, Writer
+from holdfast.errors import CheckpointError, ConfigError, CorruptCheckpoint, NoSuchVersion, StoreError
+from holdfast.events import EventLog
+from holdfast.kernels import scatter_rows
+from holdfast.options import Policy
+
+log = logging.getLogger("holdfast.checkpoint")
+
+
+class Checkpointer:
+    """Saves and restores the state of a training run.
+
+    Args:
+        path: a folder, or a URL: ``s3://bucket/prefix``, or any that fsspec knows. One writer at a time.
+        objects: what makes up the state, by name: modules, optimizers, schedulers, loaders; anything with
+            ``state_dict`` and ``load_state_dict``. Give optimizers together with the modules they update.
+        policy: when to save, how, and what to keep.
+        options: of the store, such as S3's endpoint and keys.
+        events: a log that gets every figure.
+        show_progress: a progress bar for what takes long; by default on a terminal.
+
+    Embedding tables (``nn.Embedding``, ``nn.EmbeddingBag``) in the modules are found, and which of their
+    rows change is tracked through their forward passes. Call ``mark`` if you change rows in another way.
+    Errors of saves in the background are raised by the next call as SaveFailed; training may go on, the
+    rows are in the next save.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        objects: Mapping[str, Any],
+        policy: Policy | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        events: EventLog | None = None,
+        show_progress: bool | None = None,
+    ) -> None:
+        self.policy = policy or Policy()
+        self.events = events or EventLog(None)
+        self._show_progress = show_progress
+        self._objects = TrainingObjects(objects)
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
+            self._lock = self._cleanup.enter_context(self.store.lock_writer())
+            self._writer = Writer(self.store, self.policy, self.events)
+            self._bind()
+            self._hook_tables()
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self._last_step: int | None = None
+        self._last_save_step: int | None = None
+        self._last_save_time = time.monotonic()
+
+    def step(self, step: int, metadata: dict[str, Any] | None = None) -> int | None:
+        """Say that a step is done; saves if the policy says so. The version that was begun, or None."""
+        self._writer.collect()
+        self._last_step = step
+        if self._last_save_step is None:
+            self._last_save_step = step - 1
+        policy = self.policy
+        due = policy.every_steps is not None and step - self._last_save_step >= policy.every_steps
+        if policy.every_seconds is not None:
+            due = due or time.monotonic() - self._last_save_time >= policy.every_seconds
+        return self.save(step, metadata) if due else None
+
+    def save(self, step: int | None = None, metadata: dict[str, Any] | None = None) -> int | None:
+        """Save now. Returns the new version's number as soon as its snapshot is taken.
+
+        ``step`` is the step that was just done, by default the last that ``step()`` was told.
+        ``metadata`` is any JSON-like value to keep with the version. Returns None if a save is under way
+        and the policy says to skip.
+        """
+        if step is None:
+            step = self._last_step if self._last_step is not None else 0
+        self._lock.renew()
+        self._bind()
+        version = self._writer.save(step, lambda: encode_tree(self._objects.dense_tree()), metadata or {})
+        if version is not None:
+            self._last_step = self._last_save_step = step
+            self._last_save_time = time.monotonic()
+        return version
+
+    def restore(self, version: int | None = None) -> int:
+        """Put a saved state back into the objects; returns the step to go on with.
+
+        Without a version: the newest one that can be read whole; every newer one that cannot is named in
+        the log. Returns 0 if nothing has been saved yet. Loaders must not have been iterated yet.
+        """
+        self.wait()
+        manifest = read_newest(self.store)
+        if not manifest.versions and version is None:
+            return 0
+        if version is not None:
+            return self._restore(find_version(manifest, version, self.store.url))
+        problems: list[str] = []
+        for candidate in reversed(manifest.versions):
+            try:
+                step = self._restore(candidate)
+            except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
+                log.warning("version %d cannot be restored: %s", candidate.version, error)
+                self.events.emit("checkpoint_damaged", version=candidate.version, error=str(error))
+                problems.append(f"version {candidate.version}: {error}")
+                continue
+            return step
+        raise CorruptCheckpoint(f"no version of {self.store.url} can be restored: {'; '.join(problems)}")
+
+    def versions(self) -> list[Version]:
+        """All versions that can be restored, oldest first."""
+        return list(read_newest(self.store).versions)
+
+    def mark(self, table: str, rows: Any = None) -> None:
+        """Say that rows of a table were changed other than by training; all of them without ``rows``."""
+        if table not in self._objects.tables:
+            raise ConfigError(f"there is no table {table!r}: there are {', '.join(self._objects.tables)}")
+        if rows is None:
+            self._writer.tracker.mark_table(table)
+        else:
+            ids = np.ascontiguousarray(rows, np.int64).reshape(-1)
+            self._writer.tracker.mark(table, ids)
+
+    def wait(self) -> None:
+        """Return when everything that was saved is durable."""
+        self._writer.wait()
+
+    @property
+    def reports(self) -> list[SaveReport]:
+        """What each save of this process did and cost."""
+        return list(self._writer.reports)
+
+    def close(self) -> None:
+        """Finish saves under way and let go of the store. Called by the ``with`` statement."""
+        try:
+            self._writer.close()
+        finally:
+            self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The error that is under way matters more than what closing may add to it.
+        try:
+            self.close()
+        except CheckpointError as second:
+            log.warning("closing %s: %s", self.store.url, second)
+
+    def _bind(self) -> None:
+        """Optimizers make their state when they first step: look at the layout before each save."""
+        self._writer.bind(make_groups(self._objects.layout()), self._objects.fields)
+
+    def _restore(self, version: Version) -> int:
+        started = time.perf_counter()
+        with open_version(self.store, version.version) as reader:
+            tree = decode_tree(reader.dense(), f"{self.store.url}: {version.dense.name}")
+            self._objects.prepare(reader.groups)
+            with byte_progress(
+                f"restoring version {version.version}", reader.total_bytes(), self._show_progress
+            ) as on_progress:
+                reader.read_rows(RowLoader(reader.groups, self._objects.fields), on_progress=on_progress)
+            self._objects.load_dense(tree)
+            seconds = time.perf_counter() - started
+            self._note_restored(version, reader, seconds)
+        return version.step + 1
+
+    def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
+        self._bind()
+        resumed = self._writer.resume(version)
+        self._last_step = self._last_save_step = version.step
+        figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}
+        self.events.emit("checkpoint_restored", **figures, bytes=reader.bytes_read, continues_era=resumed)
+        log.info("restored version %d (step %d) in %.2f s", version.version, version.step, seconds)
+
+    def _hook_tables(self) -> None:
+        """Mark rows where they are looked up; tables that change otherwise too are marked as wholes."""
+        for name, table in self._objects.tables.items():
+            for module in table.modules:
+                handle = module.register_forward_pre_hook(self._marker(name, module))
+                self._cleanup.callback(handle.remove)
+
+    def _marker(self, name: str, module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        renorm = (
+            getattr(module, "max_norm", None) is not None
+        )  # then even a lookup without gradients changes rows
+
+        def mark(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if not (torch.is_grad_enabled() or renorm) or not inputs:
+                return
+            if self._objects.changes_unseen_rows(name):
+                self._writer.tracker.mark_table(name)
+                return
+            ids = inputs[0].detach()
+            self._writer.tracker.mark(name, ids.reshape(-1).numpy())
+
+        return mark
+
+
+class RowLoader:
+    """Writes restored rows into live tables; ``VersionReader.read_rows`` hands them to it."""
+
+    def __init__(
+        self, groups: tuple[Group, ...], fields_of: Callable[[str], tuple[NDArray[np.uint8], ...]]
+    ) -> None:
+        self._groups = groups
+        self._edges = [np.array([t.first for t in g.tables] + [g.rows]) for g in groups]
+        self._fields = [[[as_words(f) for f in fields_of(t.name)] for t in g.tables] for g in groups]
+
+    def __call__(self, group: int, rows: Rows) -> None:
+        """Write rows of a group to where they belong."""
+        cuts = np.searchsorted(rows.ids, self._edges[group])
+        for number, table in enumerate(self._groups[group].tables):
+            a, b = int(cuts[number]), int(cuts[number + 1])
+            if a == b:
+                continue
+            for live, values in zip(self._fields[group][number], rows.fields, strict=True):
+                part = values[a:b]
+                scatter_rows(
+                    live,
+                    rows.ids[a:b],
+                    table.first,
+                    part.view(live.dtype) if live.dtype != np.uint8 else part,
+                )

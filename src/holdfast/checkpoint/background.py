@@ -1,0 +1,75 @@
+"""One thread that does one thing at a time, and never loses an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Background:
+    """Runs jobs in a thread, one after the other; at most one is waiting.
+
+    A job that raises stops nothing: its error is kept for ``raise_error``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._condition = threading.Condition()
+        self._waiting: Callable[[], None] | None = None
+        self._running = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Hand over a job; waits while another one is waiting already."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._waiting is None)
+            if self._closed:
+                raise RuntimeError("closed")
+            self._waiting = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def wait(self) -> None:
+        """Return when nothing is running or waiting."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._waiting is None and not self._running)
+
+    def raise_error(self) -> None:
+        """Raise what the last failed job raised, once."""
+        with self._condition:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._waiting is not None or self._closed)
+                job, self._waiting = self._waiting, None
+                if job is None:
+                    return
+                self._running = True
+                self._condition.notify_all()
+            try:
+                job()
+            except BaseException as error:
+                with self._condition:
+                    self._error = error
+            finally:
+                del job  # it may hold a snapshot of gigabytes
+                with self._condition:
+                    self._running = False
+                    self._condition.notify_all()

@@ -1,0 +1,81 @@
+"""Which rows have changed: a bit for each, cleared only when what it stands for is durable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.records import Group, RowIds
+from holdfast.kernels import count_marked, mark_rows, marked_rows
+
+
+class RowSet:
+    """A set of rows of one group: a bit for each."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.bits = np.zeros((rows + 63) // 64, np.uint64)
+
+    def add(self, ids: NDArray[np.int64], first: int = 0, rows: int | None = None) -> None:
+        """Put in rows ``first + ids`` of a table with this many rows; ids outside of it are left out."""
+        mark_rows(self.bits, ids, first, self.rows if rows is None else rows)
+
+    def add_range(self, first: int, rows: int) -> None:
+        """Put in all rows of a table."""
+        mark_rows(self.bits, np.arange(rows, dtype=np.int64), first, rows)
+
+    def ids(self) -> RowIds:
+        """The rows in it, ascending."""
+        found = np.empty(int(count_marked(self.bits)), np.int64)
+        marked_rows(self.bits, found)
+        return found
+
+    def __len__(self) -> int:
+        return int(count_marked(self.bits))
+
+
+class Tracker:
+    """The rows that have changed since the last durable version.
+
+    The calls: ``mark`` as training goes on; ``take`` at a snapshot, which starts a new generation and
+    keeps the old one; then ``settle`` when the snapshot is durable, or ``give_back`` when it failed. Between
+    those, rows may be marked in both generations: that is what makes the next version whole.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = tuple(groups)
+        self._places = {t.name: (g, t.first, t.rows) for g, group in enumerate(groups) for t in group.tables}
+        self._changed = [RowSet(group.rows) for group in groups]
+        self._taken: list[RowIds] | None = None
+
+    def mark(self, table: str, ids: NDArray[np.int64]) -> None:
+        """These rows of a table change."""
+        group, first, rows = self._places[table]
+        self._changed[group].add(ids, first, rows)
+
+    def mark_table(self, table: str) -> None:
+        """Any row of the table may have changed."""
+        group, first, rows = self._places[table]
+        self._changed[group].add_range(first, rows)
+
+    def take(self) -> list[RowIds]:
+        """The changed rows of each group; what is marked from now on belongs to the next snapshot."""
+        if self._taken is not None:
+            raise RuntimeError("the last snapshot has neither been settled nor given back")
+        self._taken = [changed.ids() for changed in self._changed]
+        for changed in self._changed:
+            changed.bits[:] = 0
+        return self._taken
+
+    def settle(self) -> None:
+        """The last snapshot is durable."""
+        self._taken = None
+
+    def give_back(self) -> None:
+        """The last snapshot was not saved: its rows count as changed again."""
+        if self._taken is not None:
+            for changed, ids in zip(self._changed, self._taken, strict=True):
+                changed.add(ids)
+            self._taken = None

@@ -1,0 +1,345 @@
+"""Saving behind the trainer's back: copy what changed, return, and write it from another thread.
+
+``Writer.save`` is the main path. In the trainer's thread it decides what the version holds and copies it
+(the *snapshot*: all that training waits for). In the background it writes the files, publishes the
+manifest, and then, with no save waiting for it, lets the shard rearrange its files.
+
+Who touches what: the tracker's bits belong to the trainer's thread alone, catalog and shard to the
+background's while a save is under way. What became of a save is picked up by the trainer's next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.checkpoint.background import Background
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.manifest import DenseEntry, Version
+from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows, take_rows
+from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.strategies.baselines import intermittent_baseline_is_due, reset_is_due
+from holdfast.checkpoint.tracker import RowSet, Tracker
+from holdfast.errors import HoldfastError, SaveFailed
+from holdfast.events import EventLog
+from holdfast.options import Chunked, Differential, Full, Policy
+
+log = logging.getLogger("holdfast.checkpoint")
+
+FieldsOf = Callable[[str], Sequence[Bytes2D]]
+"""The live fields of a table, as bytes [rows, bytes]."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did and what it cost."""
+
+    version: int
+    step: int
+    baseline: bool
+    rows: int
+    bytes: int
+    """Written for it, manifest left out."""
+    stall_seconds: float
+    """How long the trainer waited: for the save before, if it had to, and for the snapshot."""
+    snapshot_seconds: float
+    write_seconds: float
+    tidied_bytes: int = 0
+    tidy_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Processor time of the background thread."""
+
+
+@dataclass
+class _Outcome:
+    report: SaveReport | None = None
+    error: BaseException | None = None
+
+
+class Writer:
+    """Saves versions of some tables and whatever bytes go with them.
+
+    Args:
+        store: opened for writing, with its lock held.
+        policy: what to save and keep.
+        events: where figures go.
+    """
+
+    def __init__(self, store: Store, policy: Policy, events: EventLog) -> None:
+        assert not isinstance(policy.strategy, str)  # Policy turns names into values
+        self.store = store
+        self.policy = policy
+        self.strategy = policy.strategy
+        self.events = events
+        self.catalog = Catalog(store, policy)
+        self.catalog.delete_leftovers()
+        self.tracker = Tracker(())
+        self.reports: list[SaveReport] = []
+        self._groups: tuple[Group, ...] = ()
+        self._fields_of: FieldsOf = lambda table: ()
+        self._shard = Shard(0, (), self.strategy)
+        self._era = 0
+        self._since_baseline: list[RowSet] = []
+        self._sizes_since_baseline: list[float] = []
+        self._arena: list[list[Bytes2D]] = []
+        self._speed = _Speed()
+        self._next_version = self.catalog.next_version()
+        self._thread = Background("holdfast-save")
+        self._under_way: _Outcome | None = None
+        self._saved = threading.Event()
+        self._tidy_error: BaseException | None = None
+
+    def bind(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
+        """Say what is to be saved. New groups begin a new era: the next version holds everything."""
+        self._fields_of = fields_of
+        if tuple(groups) == self._groups:
+            return
+        self._groups = tuple(groups)
+        self.tracker = Tracker(groups)
+        self._shard = Shard(0, groups, self.strategy)
+        self._arena = [[] for _ in groups]
+
+    def resume(self, version: Version) -> bool:
+        """Go on from the store's newest version, which has just been restored; False if that cannot be."""
+        newest = self.catalog.newest
+        if newest is None or newest != version:
+            return False
+        era = self.catalog.manifest.era(version.era)
+        if era.decoded_groups() != self._groups or isinstance(self.strategy, Full):
+            return False
+        if era.strategy != type(self.strategy).__name__:
+            return False
+        self._shard.resume(self.store, era)
+        self._era = era.number
+        self._since_baseline = [RowSet(g.rows) for g in self._groups]
+        full = sum(f.bytes for f in era.files if f.kind == "baseline")
+        self._sizes_since_baseline = []
+        if isinstance(self.strategy, Differential):
+            for group, ids in self._shard.rows_of(self.store, era, version.version):
+                self._since_baseline[group].add(ids)
+            siblings = [v for v in self.catalog.manifest.versions if v.era == era.number and not v.baseline]
+            self._sizes_since_baseline = [v.bytes / max(full, 1) for v in siblings]
+        return True
+
+    def save(self, step: int, dense: Callable[[], Sequence[Any]], metadata: dict[str, Any]) -> int | None:
+        """Save a version and return its number as soon as its snapshot is taken.
+
+        ``dense`` is called for the buffers of all that is not rows, at the same instant. Returns None if
+        another save is under way and the policy says to skip.
+        """
+        called = time.perf_counter()
+        if self._under_way is not None and not self._saved.is_set() and self.policy.when_busy == "skip":
+            self.events.emit("checkpoint_skipped", step=step)
+            return None
+        self._saved_wait()
+        self.collect()
+        started = time.perf_counter()
+        baseline = self._baseline_is_due()
+        changed = self.tracker.take()
+        try:
+            rows = self._snapshot(changed, baseline=baseline)
+            parts = dense()
+        except BaseException:
+            self.tracker.give_back()
+            raise
+        version = self._next_version
+        outcome = self._under_way = _Outcome()
+        self._saved.clear()
+        now = time.perf_counter()
+        stall = (now - called, now - started)
+
+        def job() -> None:
+            self._write(outcome, version, step, baseline, rows, parts, metadata, stall)
+
+        self._thread.submit(job)
+        self._next_version += 1
+        return version
+
+    def collect(self) -> None:
+        """Take note of what became of the last save, if it is done; raises SaveFailed if it failed."""
+        if self._tidy_error is not None:
+            error, self._tidy_error = self._tidy_error, None
+            raise SaveFailed(f"files of {self.store.url} could not be rearranged: {error}") from error
+        outcome = self._under_way
+        if outcome is None or not self._saved.is_set():
+            return
+        self._under_way = None
+        if outcome.error is not None:
+            self.tracker.give_back()
+            raise SaveFailed(
+                f"a save to {self.store.url} failed: {outcome.error}; its rows are still marked as changed "
+                "and will be in the next one"
+            ) from outcome.error
+        self.tracker.settle()
+
+    def wait(self) -> None:
+        """Return when every save is durable and files are rearranged; raises SaveFailed if one failed."""
+        self._thread.wait()
+        self.collect()
+        self._thread.raise_error()
+
+    def close(self) -> None:
+        """Finish what is under way and end the thread."""
+        self._thread.close()
+        self.collect()
+        self._thread.raise_error()
+
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._under_way is not None and not self._saved.is_set()
+
+    def _saved_wait(self) -> None:
+        if self._under_way is not None:
+            self._saved.wait()
+
+    def _baseline_is_due(self) -> bool:
+        strategy = self.strategy
+        if not self._shard.base or isinstance(strategy, Full):
+            return True
+        if isinstance(strategy, Differential):
+            return strategy.baseline == "intermittent" and intermittent_baseline_is_due(
+                self._sizes_since_baseline
+            )
+        if isinstance(strategy, Chunked) and strategy.reset == "auto" and self.reports:
+            return reset_is_due(
+                full_bytes=sum(g.rows * g.record_bytes for g in self._groups),
+                increment_bytes=self.reports[-1].bytes,
+                beyond_bytes=self._shard.live_bytes(),
+                write_speed=self._speed.write,
+                read_speed=self._speed.read,
+            )
+        return False
+
+    def _snapshot(self, changed: Sequence[RowIds], *, baseline: bool) -> list[Rows]:
+        """Copies of the rows that the version holds, and nothing else: training waits for this."""
+        wanted = list(changed)
+        if baseline:
+            wanted = [np.arange(g.rows, dtype=np.int64) for g in self._groups]
+            self._since_baseline = [RowSet(g.rows) for g in self._groups]
+        elif isinstance(self.strategy, Differential):
+            for rows, ids in zip(self._since_baseline, changed, strict=True):
+                rows.add(ids)
+            wanted = [rows.ids() for rows in self._since_baseline]
+        return [self._gather(number, ids) for number, ids in enumerate(wanted)]
+
+    def _gather(self, number: int, ids: RowIds) -> Rows:
+        group = self._groups[number]
+        copies = self._space(number, len(ids))
+        edges = np.searchsorted(ids, [t.first for t in group.tables] + [group.rows])
+        for table, a, b in zip(group.tables, edges[:-1], edges[1:], strict=True):
+            if a < b:
+                local = ids[a:b] - table.first if table.first else ids[a:b]
+                for live, copy in zip(self._fields_of(table.name), copies, strict=True):
+                    take_rows(live, local, copy[a:b])
+        return Rows(ids, tuple(copies))
+
+    def _space(self, number: int, rows: int) -> list[Bytes2D]:
+        """Memory for a snapshot: the last one's, if it is large enough and not much too large.
+
+        No two saves overlap, so the last snapshot is done with. Fresh memory would cost a page fault for
+        every 4 KiB, in the trainer's time.
+        """
+        arena = self._arena[number]
+        if not arena or len(arena[0]) < rows or len(arena[0]) > 8 * max(rows, 1024):
+            space = rows + rows // 4
+            arena = [np.empty((space, f.bytes), np.uint8) for f in self._groups[number].fields]
+            self._arena[number] = arena
+        return [field[:rows] for field in arena]
+
+    def _write(
+        self,
+        outcome: _Outcome,
+        number: int,
+        step: int,
+        baseline: bool,
+        rows: list[Rows],
+        parts: Sequence[Any],
+        metadata: dict[str, Any],
+        stall: tuple[float, float],
+    ) -> None:
+        """In the background: write and commit the version; then tidy up."""
+        started, cpu = time.perf_counter(), time.thread_time()
+        try:
+            change = self._shard.write(self.store, number, rows, baseline=baseline)
+            dense = self._store_dense(number, parts)
+            era = number if baseline else self._era
+            version = Version(
+                version=number, era=era, step=step, time=time.time(), baseline=baseline,
+                rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense, metadata=metadata,
+            )  # fmt: skip
+            self.catalog.commit_version(version, self._groups, type(self.strategy).__name__, [change])
+        except BaseException as error:
+            log.warning("saving version %d to %s failed: %s", number, self.store.url, error)
+            self.events.emit("checkpoint_failed", version=number, step=step, error=str(error))
+            outcome.error = error
+            self._saved.set()
+            if not isinstance(error, HoldfastError | OSError | MemoryError):
+                raise
+            return
+        self._era = era
+        self._shard.apply(change)
+        full = sum(g.rows * g.record_bytes for g in self._groups)
+        self._sizes_since_baseline = (
+            [] if baseline else [*self._sizes_since_baseline, change.bytes / max(full, 1)]
+        )
+        seconds = time.perf_counter() - started
+        self._speed.wrote(change.bytes, seconds)
+        del rows, change
+        self._saved.set()
+        report = SaveReport(number, step, baseline, version.rows, version.bytes, *stall, seconds)
+        try:
+            self._tidy(report, number, time.thread_time() - cpu)
+        except (HoldfastError, OSError, MemoryError) as error:
+            # The version stands; only its files are not arranged as they could be.
+            log.warning("rearranging files of %s failed: %s", self.store.url, error)
+            self.events.emit("checkpoint_tidy_failed", version=number, error=str(error))
+            self._tidy_error = error
+
+    def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
+        started, cpu = time.perf_counter(), time.thread_time()
+        kept = [v.version for v in self.catalog.manifest.versions]
+        tidied = self._shard.tidy(self.store, number, [v for v in kept if v >= self._shard.base])
+        if tidied is not None:
+            self.catalog.commit_round(self._era, [tidied])
+            self._shard.apply(tidied)
+        values = asdict(report) | {
+            "tidied_bytes": tidied.bytes if tidied else 0,
+            "tidy_seconds": time.perf_counter() - started if tidied else 0.0,
+            "cpu_seconds": cpu_seconds + time.thread_time() - cpu,
+        }
+        self.reports.append(SaveReport(**values))
+        self.events.emit("checkpoint_saved", **values)
+
+    def _store_dense(self, number: int, parts: Sequence[Any]) -> DenseEntry:
+        name = f"dense/{number:08}-{secrets.token_hex(6)}.safetensors"
+        size = self.store.put(name, parts)
+        return DenseEntry(name, size, checksum(*parts))
+
+
+class _Speed:
+    """Bytes a second, as measured; until something was, a guess that favours neither side."""
+
+    def __init__(self) -> None:
+        self.write = 200e6
+        self._read: float | None = None
+
+    @property
+    def read(self) -> float:
+        return self._read if self._read is not None else self.write
+
+    def wrote(self, bytes_: int, seconds: float) -> None:
+        if bytes_ > 1 << 20 and seconds > 0:  # small writes measure the latency
+            self.write = bytes_ / seconds
+
+    def has_read(self, bytes_: int, seconds: float) -> None:
+        if bytes_ > 1 << 20 and seconds > 0:
+            self._read = bytes_ / seconds
