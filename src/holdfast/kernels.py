@@ -6,7 +6,45 @@ Rows are handled as bits: nothing here knows what a number means. All loops rele
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """An integer as the address that it is."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@intrinsic
+def _prefetch(typing_context, address):
+    """Ask for a cache line that will be written to soon."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [pointer, i32(1), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(address), generate
+
+
+@intrinsic
+def _trailing_zeros(typing_context, word):
+    """How many of a word's lowest bits are 0: the place of its lowest 1."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(word), generate
 
 
 @njit(cache=True, nogil=True)
@@ -38,27 +76,144 @@ def marked_rows(bits, out):
     for w in range(bits.shape[0]):
         word = bits[w]
         while word != np.uint64(0):
-            lowest = word & (~word + np.uint64(1))
-            # The position of a single bit: count the ones below it.
-            below = lowest - np.uint64(1)
-            position = 0
-            while below != np.uint64(0):
-                below &= below - np.uint64(1)
-                position += 1
-            out[found] = w * 64 + position
+            out[found] = w * 64 + np.int64(_trailing_zeros(word))
             found += 1
-            word ^= lowest
+            word &= word - np.uint64(1)
     return found
 
 
+_AHEAD = 12
+_BLOCK = 128  # gaps that share one Rice parameter
+_LARGEST_PARAMETER = 40
+
+
+def gaps_bound(count, span):
+    """Bytes that ``encode_gaps`` takes at most for this many ids from the first to the last."""
+    # A gap of a block with parameter k takes k + 1 bits and gap >> k more; k is at least log2(mean) - 1, so
+    # the latter add up to less than four for each gap, and k is at most log2(span).
+    bits = count * (max(int(span), 1).bit_length() + 1 + 4) + 64
+    return bits // 8 + count // _BLOCK + 16
+
+
 @njit(cache=True, nogil=True)
-def scatter_rows(field, ids, first, values):
-    """field[ids[i] - first] = values[i], eight words at a time. Rows must be whole words (``as_words``)."""
-    words = field.shape[1]
-    for i in range(ids.shape[0]):
-        row = ids[i] - first
+def encode_gaps(ids, least, out):
+    """Write the gaps between ids as blocks of Rice codes: a byte k, then for each gap q ones, a zero, k bits.
+
+    ``least`` is taken off every gap. How many bytes were written.
+    """
+    at = 0
+    bits = np.uint64(0)
+    filled = 0
+    count = ids.shape[0]
+    for start in range(1, count, _BLOCK):
+        end = min(start + _BLOCK, count)
+        mean = (ids[end - 1] - ids[start - 1]) // (end - start) - least
+        k = 0
+        while (mean >> k) > 1:
+            k += 1
+        # The byte k and each code pass through a buffer of bits, lowest first.
+        bits |= np.uint64(k) << np.uint64(filled)
+        filled += 8
+        while filled >= 8:
+            out[at] = np.uint8(bits & np.uint64(255))
+            at += 1
+            bits >>= np.uint64(8)
+            filled -= 8
+        for i in range(start, end):
+            gap = ids[i] - ids[i - 1] - least
+            ones = gap >> k
+            while ones > 0:
+                step = min(ones, 32)
+                bits |= ((np.uint64(1) << np.uint64(step)) - np.uint64(1)) << np.uint64(filled)
+                filled += step
+                ones -= step
+                while filled >= 8:
+                    out[at] = np.uint8(bits & np.uint64(255))
+                    at += 1
+                    bits >>= np.uint64(8)
+                    filled -= 8
+            low = np.uint64(gap) & ((np.uint64(1) << np.uint64(k)) - np.uint64(1))
+            bits |= (low << np.uint64(1)) << np.uint64(filled)
+            filled += k + 1
+            while filled >= 8:
+                out[at] = np.uint8(bits & np.uint64(255))
+                at += 1
+                bits >>= np.uint64(8)
+                filled -= 8
+    if filled:
+        out[at] = np.uint8(bits & np.uint64(255))
+        at += 1
+    return at
+
+
+@njit(cache=True, nogil=True)
+def decode_gaps(data, first, least, ids):
+    """Undo ``encode_gaps``; False if the data end too early or say what no encoder says.
+
+    ``data`` must have 8 bytes more than were encoded: a word is read at any byte.
+    """
+    address = data.ctypes.data
+    limit = (data.shape[0] - 8) * 8
+    count = ids.shape[0]
+    value = first
+    ids[0] = value
+    at = 0  # in bits
+    for start in range(1, count, _BLOCK):
+        k = np.int64((_word(address, at, limit)) & np.uint64(255))
+        at += 8
+        if k > _LARGEST_PARAMETER:
+            return False
+        mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
+        for i in range(start, min(start + _BLOCK, count)):
+            word = _word(address, at, limit)
+            ones = np.int64(_trailing_zeros(~word))
+            quotient = ones
+            while ones >= 56 and at < limit:  # a word has 57 bits of the stream at least
+                at += 56
+                quotient -= ones - 56
+                ones = np.int64(_trailing_zeros(~_word(address, at, limit)))
+                quotient += ones
+            at += ones + 1
+            low = np.int64(_word(address, at, limit) & mask)
+            at += k
+            value += (quotient << k) + low + least
+            if at > limit or value < 0:
+                return False
+            ids[i] = value
+    return True
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _word(address, at, limit):
+    """64 bits from bit ``at`` on, of which the last 7 may be missing; zeros behind the limit."""
+    if at > limit:
+        return np.uint64(0)
+    return carray(_pointer(address + (at >> 3)), 1, np.uint64)[0] >> np.uint64(at & 7)
+
+
+@njit(cache=True, nogil=True)
+def scatter_rows(addresses, firsts, words, ids, values):
+    """Copy row values[i] to row ids[i] of tables that are numbered through.
+
+    Table t begins at memory address addresses[t] and has rows firsts[t] to firsts[t + 1] - 1 of the
+    numbering, of ``words`` 64-bit words each. ids ascend and lie within the numbering: the caller's duty.
+    """
+    table = 0
+    live = carray(_pointer(addresses[0]), (firsts[1] - firsts[0], words), np.uint64)
+    count = ids.shape[0]
+    ahead = 0
+    for i in range(count):
+        if i + _AHEAD < count:  # rows lie anywhere: ask for the one that comes in a while
+            while ids[i + _AHEAD] >= firsts[ahead + 1]:
+                ahead += 1
+            _prefetch(addresses[ahead] + (ids[i + _AHEAD] - firsts[ahead]) * (8 * words))
+        if ids[i] >= firsts[table + 1]:
+            while ids[i] >= firsts[table + 1]:
+                table += 1
+            live = carray(_pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), np.uint64)
+        row = ids[i] - firsts[table]
         w = 0
-        while w + 8 <= words:
+        while w + 8 <= words:  # eight loads, then eight stores: they may not be told apart otherwise
             a0 = values[i, w]
             a1 = values[i, w + 1]
             a2 = values[i, w + 2]
@@ -67,15 +222,15 @@ def scatter_rows(field, ids, first, values):
             a5 = values[i, w + 5]
             a6 = values[i, w + 6]
             a7 = values[i, w + 7]
-            field[row, w] = a0
-            field[row, w + 1] = a1
-            field[row, w + 2] = a2
-            field[row, w + 3] = a3
-            field[row, w + 4] = a4
-            field[row, w + 5] = a5
-            field[row, w + 6] = a6
-            field[row, w + 7] = a7
+            live[row, w] = a0
+            live[row, w + 1] = a1
+            live[row, w + 2] = a2
+            live[row, w + 3] = a3
+            live[row, w + 4] = a4
+            live[row, w + 5] = a5
+            live[row, w + 6] = a6
+            live[row, w + 7] = a7
             w += 8
         while w < words:
-            field[row, w] = values[i, w]
+            live[row, w] = values[i, w]
             w += 1

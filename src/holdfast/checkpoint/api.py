@@ -26,20 +26,18 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
 from holdfast.checkpoint.manifest import Version, read_newest
 from holdfast.checkpoint.progress import byte_progress
-from holdfast.checkpoint.records import Group, Rows, as_words, make_groups
-from holdfast.checkpoint.restore import VersionReader, find_version, open_version
+from holdfast.checkpoint.records import make_groups
+from holdfast.checkpoint.restore import RowLoader, VersionReader, find_version, open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.torch_state import TrainingObjects
 from holdfast.checkpoint.writer import SaveReport, Writer
 from holdfast.errors import CheckpointError, ConfigError, CorruptCheckpoint, NoSuchVersion, StoreError
 from holdfast.events import EventLog
-from holdfast.kernels import scatter_rows
 from holdfast.options import Policy
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -237,30 +235,3 @@ class Checkpointer:
             self._writer.tracker.mark(name, ids.reshape(-1).numpy())
 
         return mark
-
-
-class RowLoader:
-    """Writes restored rows into live tables; ``VersionReader.read_rows`` hands them to it."""
-
-    def __init__(
-        self, groups: tuple[Group, ...], fields_of: Callable[[str], tuple[NDArray[np.uint8], ...]]
-    ) -> None:
-        self._groups = groups
-        self._edges = [np.array([t.first for t in g.tables] + [g.rows]) for g in groups]
-        self._fields = [[[as_words(f) for f in fields_of(t.name)] for t in g.tables] for g in groups]
-
-    def __call__(self, group: int, rows: Rows) -> None:
-        """Write rows of a group to where they belong."""
-        cuts = np.searchsorted(rows.ids, self._edges[group])
-        for number, table in enumerate(self._groups[group].tables):
-            a, b = int(cuts[number]), int(cuts[number + 1])
-            if a == b:
-                continue
-            for live, values in zip(self._fields[group][number], rows.fields, strict=True):
-                part = values[a:b]
-                scatter_rows(
-                    live,
-                    rows.ids[a:b],
-                    table.first,
-                    part.view(live.dtype) if live.dtype != np.uint8 else part,
-                )

@@ -27,9 +27,10 @@ from holdfast.checkpoint.chunk import (
     decode_piece,
 )
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
-from holdfast.checkpoint.records import Group, Rows
+from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
+from holdfast.kernels import scatter_rows
 
 # A stretch this long stays in the processor's cache between being read, checked and handed on.
 STRETCH_BYTES = 4 << 20
@@ -170,47 +171,32 @@ class VersionReader:
         return sum(piece.length for _, piece in self.pieces())
 
     def _decode(self, stretches: Iterator[Stretch]) -> Iterator[DecodedPiece]:
+        free: list[NDArray[np.uint8]] = []
+        under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[list[DecodedPiece]]]] = deque()
+
+        def finish() -> Iterator[DecodedPiece]:
+            stretch, buffer, future = under_way.popleft()
+            yield from future.result()
+            self.bytes_read += stretch.bytes
+            self.pieces_read += len(stretch.pieces)
+            if len(buffer) == STRETCH_BYTES:
+                free.append(buffer)  # its rows have been handed on
+
         with ThreadPoolExecutor(1, "holdfast-read") as pool:
-            under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[None]]] = deque()
-            free: list[NDArray[np.uint8]] = []
-
-            def start(stretch: Stretch) -> None:
-                size = stretch.bytes
-                buffer = (
-                    free.pop()
-                    if free and size <= STRETCH_BYTES
-                    else np.empty(max(size, STRETCH_BYTES), np.uint8)
-                )
-                under_way.append((stretch, buffer, pool.submit(_read_checked, stretch, buffer[:size])))
-
             try:
                 for stretch in stretches:
-                    start(stretch)
-                    if len(under_way) < _AHEAD:
-                        continue
-                    yield from self._finish(under_way, free)
+                    size = stretch.bytes
+                    reusable = free and size <= STRETCH_BYTES
+                    buffer = free.pop() if reusable else np.empty(max(size, STRETCH_BYTES), np.uint8)
+                    future = pool.submit(_read_stretch, stretch, self.groups, buffer[:size])
+                    under_way.append((stretch, buffer, future))
+                    if len(under_way) > _AHEAD:
+                        yield from finish()
                 while under_way:
-                    yield from self._finish(under_way, free)
+                    yield from finish()
             finally:
                 for _, _, future in under_way:
                     future.cancel()
-
-    def _finish(
-        self,
-        under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[None]]],
-        free: list[NDArray[np.uint8]],
-    ) -> Iterator[DecodedPiece]:
-        stretch, buffer, future = under_way.popleft()
-        future.result()
-        self.bytes_read += stretch.bytes
-        self.pieces_read += len(stretch.pieces)
-        at = 0
-        for piece in stretch.pieces:
-            data = buffer[at : at + piece.length]
-            yield decode_piece(piece, data, self.groups[piece.group].fields, stretch.file.where)
-            at += piece.length
-        if len(buffer) == STRETCH_BYTES:
-            free.append(buffer)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -258,12 +244,17 @@ def _shown(have: list[int]) -> str:
     return f"{have[0]} to {have[-1]} ({len(have)} in all)" if len(have) > 5 else ", ".join(map(str, have))
 
 
-def _read_checked(stretch: Stretch, buffer: NDArray[np.uint8]) -> None:
+def _read_stretch(stretch: Stretch, groups: Sequence[Group], buffer: NDArray[np.uint8]) -> list[DecodedPiece]:
+    """In the reading thread: read, check and decode. The pieces' fields are views of the buffer."""
     stretch.file.read(stretch.pieces, buffer)
+    decoded: list[DecodedPiece] = []
     at = 0
     for piece in stretch.pieces:
-        check_piece(piece, buffer[at : at + piece.length], stretch.file.where)
+        data = buffer[at : at + piece.length]
+        check_piece(piece, data, stretch.file.where)
+        decoded.append(decode_piece(piece, data, groups[piece.group].fields, stretch.file.where))
         at += piece.length
+    return decoded
 
 
 def _stretches(pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[Stretch]:
@@ -281,3 +272,47 @@ def _stretches(pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[Stretch]:
         size += piece.length
     if file is not None:
         yield Stretch(file, tuple(gathered))
+
+
+class RowLoader:
+    """A sink that writes rows into live tables.
+
+    Args:
+        groups: as the version has them.
+        fields_of: the live fields of a table, as bytes [rows, bytes], in the order of its group's fields.
+    """
+
+    def __init__(self, groups: Sequence[Group], fields_of: Callable[[str], Sequence[Bytes2D]]) -> None:
+        self._firsts = [np.array([t.first for t in g.tables] + [g.rows], np.int64) for g in groups]
+        # Kept alive here: below they are addresses.
+        self._live = [[tuple(fields_of(t.name)) for t in g.tables] for g in groups]
+        self._addresses = [
+            [np.array([fields[f].ctypes.data for fields in tables], np.int64) for f in range(len(g.fields))]
+            for g, tables in zip(groups, self._live, strict=True)
+        ]
+        for group, tables in zip(groups, self._live, strict=True):
+            for table, fields in zip(group.tables, tables, strict=True):
+                for field, live in zip(group.fields, fields, strict=True):
+                    if live.shape != (table.rows, field.bytes) or not live.flags.c_contiguous:
+                        raise ValueError(
+                            f"table {table.name}: {field.name} is not [rows, bytes] of the group"
+                        )
+
+    def __call__(self, group: int, rows: Rows) -> None:
+        """Write rows of a group to where they belong."""
+        firsts = self._firsts[group]
+        if len(rows) and not (rows.ids[0] >= 0 and rows.ids[-1] < firsts[-1]):
+            raise CorruptCheckpoint(f"rows {rows.ids[0]} to {rows.ids[-1]} of a group of {firsts[-1]}")
+        for number, values in enumerate(rows.fields):
+            if values.shape[1] % 8 == 0:
+                words = values.view(np.uint64)
+                scatter_rows(self._addresses[group][number], firsts, words.shape[1], rows.ids, words)
+            else:
+                self._write_odd(group, number, rows, values)
+
+    def _write_odd(self, group: int, number: int, rows: Rows, values: Bytes2D) -> None:
+        """Fields whose rows are not whole words."""
+        cuts = np.searchsorted(rows.ids, self._firsts[group])
+        for table, first in enumerate(self._firsts[group][:-1]):
+            a, b = cuts[table], cuts[table + 1]
+            self._live[group][table][number][rows.ids[a:b] - first] = values[a:b]
