@@ -156,7 +156,7 @@ class TrainingObjects:
         for name, thing in self.objects.items():
             if _is_iterating(thing):
                 raise CheckpointError(
-                    f"{name} is being iterated over: restore() must come before iter(loader) to have an effect"
+                    f"{name} is being iterated over: restore() must come before iter(loader)"
                 )
         for name, module in self._modules.items():
             _check_module(name, module, saved[name])
@@ -291,7 +291,7 @@ class TrainingObjects:
                 mine = names.get(id(parameter), "no table")
                 if isinstance(value, TablePlace) and value.table != mine:
                     raise ModelMismatch(
-                        f"parameter {index} of {name} is {value.table} in the checkpoint and {mine} here: give "
+                        f"parameter {index} of {name} is {value.table} in the checkpoint, {mine} here: give "
                         "the optimizer its parameters in the same order"
                     )
 
@@ -393,14 +393,18 @@ def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[
 
 def _undo_casts(optimizer: Optimizer, state: Any) -> None:
     """Give back their type to states that PyTorch has cast to their parameter's, which loses bits."""
-    if not isinstance(state, dict) or not {"param_groups", "state"} <= state.keys():
-        return
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # it knows what it does
     for index, parameter in _numbered(optimizer, state):
         loaded = optimizer.state.get(parameter, {})
         for key, value in state["state"].get(index, {}).items():
             other = loaded.get(key)
-            if isinstance(value, Tensor) and isinstance(other, Tensor) and other.dtype != value.dtype:
-                loaded[key] = value.to(other.device)
+            if type(other) is not type(value):
+                continue
+            if isinstance(value, Tensor):
+                loaded[key] = other if other.dtype == value.dtype else value.to(other.device)
+            elif parameter.device.type == "cpu":  # PyTorch also moves tensors that lie deeper
+                loaded[key] = value
 
 
 def _is_iterating(thing: Any) -> bool:

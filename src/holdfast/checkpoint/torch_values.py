@@ -76,7 +76,7 @@ def _array_of(tensor: Tensor, path: str) -> Array:
         unsupported(tensor, path)
     if tensor.layout != torch.strided:
         raise UnsupportedState(
-            f"{path} is a tensor of layout {tensor.layout}, expected a dense one: torch.optim.SGD with momentum "
+            f"{path} is a tensor of layout {tensor.layout}, not a dense one: torch.optim.SGD with momentum "
             "makes such tensors of sparse gradients, holdfast.training.optimizers.RowMomentum does not"
         )
     name = DTYPE_NAMES.get(tensor.dtype)
