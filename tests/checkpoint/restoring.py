@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
 from holdfast.checkpoint.records import Group, make_groups
@@ -89,14 +89,9 @@ def restore(saved: Saved, objects: TrainingObjects) -> None:
     objects.load_dense(saved.tree)
 
 
-def everything(objects: TrainingObjects) -> Saved:
-    """All that a run has, to be compared."""
-    return save(objects)
-
-
 def assert_equal(a: TrainingObjects, b: TrainingObjects) -> None:
     """Bit by bit, without the random states."""
-    one, two = everything(a), everything(b)
+    one, two = save(a), save(b)
     assert one.groups == two.groups
     for name, fields in one.rows.items():
         for i, (x, y) in enumerate(zip(fields, two.rows[name], strict=True)):
@@ -104,4 +99,19 @@ def assert_equal(a: TrainingObjects, b: TrainingObjects) -> None:
     assert one.tree["objects"] == two.tree["objects"]
 
 
-Build = Callable[[], dict[str, Any]]
+class Holder:
+    """An object with any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def model_and(optimizer: Any = None, **options: Any) -> dict[str, Any]:
+    model = Model(**options)
+    return {"model": model, "optim": (optimizer or (lambda p: Adam(p, lr=0.1)))(model.parameters())}

@@ -419,18 +419,17 @@ def _check_module(name: str, module: nn.Module, saved: Any) -> None:
     """Compare keys, shapes and types before PyTorch does, which loads half and casts what does not fit."""
     if not isinstance(saved, dict):
         raise ModelMismatch(f"{name} is no module in the checkpoint, and a {type(module).__name__} here")
+    if any(m._load_state_dict_pre_hooks for m in module.modules()):
+        return  # these may translate an older state: its load_state_dict must judge
     live = module.state_dict()
-    if not any(m._load_state_dict_pre_hooks for m in module.modules()):  # these may translate keys
-        for problem, keys in (
-            ("not here", saved.keys() - live.keys()),
-            ("only here", live.keys() - saved.keys()),
-        ):
-            if keys:
-                raise ModelMismatch(
-                    f"{name} has other keys in the checkpoint; {problem}: {_some(sorted(keys))}"
-                )
-    for key in saved.keys() & live.keys():
-        mine, value = live[key], saved[key]
+    for problem, keys in (
+        ("not here", saved.keys() - live.keys()),
+        ("only here", live.keys() - saved.keys()),
+    ):
+        if keys:
+            raise ModelMismatch(f"{name} has other keys in the checkpoint; {problem}: {_some(sorted(keys))}")
+    for key, mine in live.items():
+        value = saved[key]
         if not isinstance(mine, Tensor) or nn.parameter.is_lazy(mine):
             continue
         here = (tuple(mine.shape), DTYPE_NAMES.get(mine.dtype, str(mine.dtype)))
