@@ -1,0 +1,452 @@
+"""A user's training objects as rows and plain data, and back.
+
+Two halves: *rows* are the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` and the optimizer states that
+have an entry for each of their rows; they are seen through views of the live memory and never copied
+here. All the rest (*dense* state) is small; it is copied into a tree of plain values in which a
+``TablePlace`` stands for each of the rows' tensors.
+
+To save: ``layout``, ``fields``, ``dense_tree``, at one instant between two steps. To restore, in this order:
+``check_dense`` and ``prepare``, which change nothing that the objects have; write into ``fields``;
+``load_dense``. If one of the last two goes wrong the objects are neither what they were nor what was saved:
+restore another checkpoint, or make them anew. ``cancel_restore`` gives up after ``prepare``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.dense import Array, TablePlace, map_tree
+from holdfast.checkpoint.records import Field, Group
+from holdfast.checkpoint.torch_values import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    live_leaf,
+    memory_key,
+    plain_leaf,
+    random_states,
+    row_bytes,
+    row_field,
+    set_random_states,
+    why_no_rows,
+)
+from holdfast.checkpoint.unseen import changes_unseen_rows
+from holdfast.errors import CheckpointError, ConfigError, CorruptCheckpoint, HoldfastError, ModelMismatch
+
+WEIGHT = "weight"
+"""The name of the field that holds a table's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTable:
+    """A table of the model.
+
+    Attributes:
+        name: "<object's name>.<key in its state_dict>", the first if it has several.
+        modules: all that look up rows of it.
+        only_looked_up: whether no module of another kind has the same weight, such as an output layer
+            tied to an embedding.
+    """
+
+    name: str
+    modules: tuple[nn.Embedding | nn.EmbeddingBag, ...]
+    only_looked_up: bool
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter that its modules share, as it is now."""
+        weight = self.modules[0].weight
+        reason = why_no_rows(weight)
+        if reason:
+            raise ConfigError(f"table {self.name} {reason}")
+        return cast("nn.Parameter", weight)
+
+
+class TrainingObjects:
+    """Everything that a training run would lose in a crash.
+
+    Args:
+        objects: by name, all that have ``state_dict`` and ``load_state_dict``: modules, optimizers,
+            schedulers, loaders. A name is part of what is stored: give the same ones when restoring.
+
+    Attributes:
+        tables: every table of the modules, by name.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        _check_objects(objects)
+        self.objects = dict(objects)
+        self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
+        self._optimizers = {n: o for n, o in objects.items() if isinstance(o, Optimizer)}
+        self.tables: Mapping[str, LiveTable] = _find_tables(self._modules)
+        self._incoming: dict[str, dict[str, Tensor]] = {}
+        self._seen_versions = self._versions()
+
+    # Saving
+
+    def layout(self) -> list[tuple[str, int, tuple[Field, ...]]]:
+        """Name, rows and fields of each table, as ``make_groups`` takes them.
+
+        Optimizers make their state when they first need it: the layout may grow from one call to the next.
+        """
+        found = []
+        for table in self.tables.values():
+            tensors = self._row_tensors(table)
+            fields = tuple(row_field(name, tensor) for name, tensor in tensors.items())
+            found.append((table.name, len(tensors[WEIGHT]), fields))
+        return found
+
+    def fields(self, table: str) -> tuple[NDArray[np.uint8], ...]:
+        """The live memory of a table's fields, each [rows, bytes], in the order of ``layout``.
+
+        Between ``prepare`` and ``load_dense`` it is what the checkpoint's rows are to be written into, in the
+        order of the group that names the table. Ask anew for every save: states may have been replaced.
+        """
+        tensors = self._incoming.get(table) or self._row_tensors(self.tables[table])
+        return tuple(map(row_bytes, tensors.values()))
+
+    def dense_tree(self) -> dict[str, Any]:
+        """Everything but the rows, copied: nothing in it changes when training goes on.
+
+        Raises UnsupportedState, with the path to it, for a value that is not plain data.
+        """
+        places = self._places()
+
+        def leaf(value: Any, path: str) -> Any:
+            place = places.get(memory_key(value)) if isinstance(value, Tensor) else None
+            return place or plain_leaf(value, path)
+
+        states = {name: thing.state_dict() for name, thing in self.objects.items()}
+        return {
+            "objects": {name: map_tree(state, leaf, name) for name, state in states.items()},
+            "optimizers": {name: type(o).__name__ for name, o in self._optimizers.items()},
+            # Versions of modules' formats, which PyTorch keeps in an attribute of the state.
+            "metadata": {
+                name: map_tree(getattr(states[name], "_metadata", {}), leaf, name) for name in self._modules
+            },
+            # Last: a loader's state_dict() may draw random numbers.
+            "rng": random_states(),
+        }
+
+    # Restoring
+
+    def check_dense(self, tree: Any) -> None:
+        """Raise ModelMismatch, which names what differs, if ``tree`` is not of objects like these."""
+        saved = tree.get("objects") if isinstance(tree, dict) else None
+        if not isinstance(saved, dict):
+            raise CorruptCheckpoint("the checkpoint's dense state has no objects")
+        for name in saved.keys() - self.objects.keys():
+            raise ModelMismatch(
+                f"the checkpoint holds the state of {name!r}, which was not given: pass it too"
+            )
+        for name in self.objects.keys() - saved.keys():
+            raise ModelMismatch(
+                f"the checkpoint holds no state of {name!r}, only of {', '.join(saved)}: leave it out, or "
+                "restore a checkpoint that was saved with it"
+            )
+        for name, thing in self.objects.items():
+            if _is_iterating(thing):
+                raise CheckpointError(
+                    f"{name} is being iterated over: restore() must come before iter(loader)"
+                )
+        for name, module in self._modules.items():
+            _check_module(name, module, saved[name])
+        for name, optimizer in self._optimizers.items():
+            here, there = type(optimizer).__name__, tree.get("optimizers", {}).get(name)
+            if here != there:
+                raise ModelMismatch(f"{name} is {there or 'no optimizer'} in the checkpoint and {here} here")
+            self._check_optimizer(name, optimizer, saved[name])
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Make ``fields`` give room for every row of a checkpoint; raise ModelMismatch if the tables differ.
+
+        Optimizer state that these optimizers do not have yet is allocated, and theirs with ``load_dense``.
+        """
+        self._incoming = {}
+        saved = {table.name: (table.rows, group.fields) for group in groups for table in group.tables}
+        for name in saved.keys() - self.tables.keys():
+            raise ModelMismatch(
+                f"the checkpoint has a table {name}, which the model lacks; the model's: {_some(self.tables)}"
+            )
+        for name in self.tables.keys() - saved.keys():
+            raise ModelMismatch(
+                f"table {name} of the model is not in the checkpoint; the checkpoint's: {_some(saved)}"
+            )
+        self._incoming = {name: self._room(self.tables[name], *found) for name, found in saved.items()}
+
+    def load_dense(self, tree: Any) -> None:
+        """Load the state of every object, with the tensors of ``fields`` in it, and the random states."""
+        self.check_dense(tree)
+        for name, thing in self.objects.items():
+            state = map_tree(tree["objects"][name], self._revive, name)
+            try:
+                self._load(name, thing, state, tree)
+            except HoldfastError:
+                raise
+            except Exception as error:
+                raise ModelMismatch(f"{name} does not take the checkpoint's state: {error}") from error
+        set_random_states(tree.get("rng"))
+        self.cancel_restore()
+
+    def cancel_restore(self) -> None:
+        """Forget ``prepare``: ``fields`` is again what the objects have."""
+        self._incoming = {}
+        self._seen_versions = self._versions()
+
+    # Tracking
+
+    def changes_unseen_rows(self, table: str) -> bool:
+        """Whether rows of a table may change, or may have changed, without a lookup that named them.
+
+        Then the whole table has to be saved. Ask at every save: settings of optimizers can change. Writing
+        to weights behind the optimizers' back goes unnoticed, except in a table that no optimizer has.
+        """
+        live = self.tables[table]
+        weight = live.weight
+        owners = [(o, g) for o in self._optimizers.values() for g in o.param_groups if _holds(g, weight)]
+        if not owners:
+            # An average of a model has such tables. PyTorch counts what is written to a tensor.
+            return weight.requires_grad or weight._version != self._seen_versions[table]
+        sparse = all(module.sparse for module in live.modules)
+        dense_after_all = weight.grad is not None and weight.grad.layout == torch.strided
+        if not live.only_looked_up or (sparse and dense_after_all):
+            return True
+        return any(changes_unseen_rows(o, g, sparse=sparse, dtype=weight.dtype) for o, g in owners)
+
+    # Inside
+
+    def _versions(self) -> dict[str, int]:
+        return {name: table.weight._version for name, table in self.tables.items()}
+
+    def _row_tensors(self, table: LiveTable) -> dict[str, Tensor]:
+        """The live tensors of a table, by field: the weights, then the others by name."""
+        weight = table.weight
+        states: dict[str, Tensor] = {}
+        for name, optimizer in self._optimizers.items():
+            for key, value in optimizer.state.get(weight, {}).items():
+                if isinstance(key, str) and _is_row_state(value, len(weight)):
+                    states[f"{name}.{key}"] = value
+        return {WEIGHT: weight, **dict(sorted(states.items()))}
+
+    def _places(self) -> dict[tuple[Any, ...] | None, TablePlace]:
+        places: dict[tuple[Any, ...] | None, TablePlace] = {}
+        for table in self.tables.values():
+            for field, tensor in self._row_tensors(table).items():
+                places.setdefault(memory_key(tensor), TablePlace(table.name, field, tuple(tensor.shape)))
+        return places
+
+    def _room(self, table: LiveTable, rows: int, fields: Sequence[Field]) -> dict[str, Tensor]:
+        """For each field of the checkpoint the tensor that takes it."""
+        live = self._row_tensors(table)
+        if all(field.name != WEIGHT for field in fields):
+            raise ModelMismatch(f"the checkpoint has no weights of table {table.name}")
+        room: dict[str, Tensor] = {}
+        for field in sorted(fields, key=lambda field: field.name != WEIGHT):
+            tensor = live.get(field.name)
+            if tensor is None:
+                tensor = self._new_state(table, rows, field)
+            found = row_field(field.name, tensor)
+            if (len(tensor), found) != (rows, field):
+                what = table.name if field.name == WEIGHT else f"{field.name} of {table.name}"
+                raise ModelMismatch(
+                    f"{what} is {rows} × {field.width} {field.dtype} in the checkpoint and "
+                    f"{len(tensor)} × {found.width} {found.dtype} here"
+                )
+            room[field.name] = tensor
+        return {field.name: room[field.name] for field in fields}
+
+    def _new_state(self, table: LiveTable, rows: int, field: Field) -> Tensor:
+        weight = table.weight
+        owner = next((n for n in self._optimizers if field.name.startswith(f"{n}.")), None)
+        if owner is None or not any(_holds(g, weight) for g in self._optimizers[owner].param_groups):
+            raise ModelMismatch(
+                f"the checkpoint has {field.name} of table {table.name}, but no optimizer was given that has "
+                f"this name and this table; optimizers: {_some(self._optimizers)}"
+            )
+        width = weight.numel() // len(weight)
+        shape = (rows,) if field.width == 1 != width else (rows, field.width)
+        return torch.zeros(shape, dtype=TORCH_DTYPES[field.dtype])
+
+    def _check_optimizer(self, name: str, optimizer: Optimizer, saved: Any) -> None:
+        if not isinstance(saved, dict) or not {"param_groups", "state"} <= saved.keys():
+            return  # a state_dict of its own making: its load_state_dict must judge
+        here = [len(g["params"]) for g in optimizer.param_groups]
+        there = [len(g["params"]) for g in saved["param_groups"]]
+        if here != there:
+            raise ModelMismatch(
+                f"{name} has groups of {there} parameters in the checkpoint and of {here} here"
+            )
+        names = {id(table.weight): table.name for table in self.tables.values()}
+        for index, parameter in _numbered(optimizer, saved):
+            for value in saved["state"].get(index, {}).values():
+                mine = names.get(id(parameter), "no table")
+                if isinstance(value, TablePlace) and value.table != mine:
+                    raise ModelMismatch(
+                        f"parameter {index} of {name} is {value.table} in the checkpoint, {mine} here: give "
+                        "the optimizer its parameters in the same order"
+                    )
+
+    def _revive(self, value: Any, path: str) -> Any:
+        if not isinstance(value, TablePlace):
+            return live_leaf(value)
+        table = self.tables.get(value.table)
+        tensors = self._incoming.get(value.table) or (self._row_tensors(table) if table else {})
+        tensor = tensors.get(value.field)
+        if tensor is None:
+            raise ModelMismatch(f"{path} is {value.field} of table {value.table}, which the checkpoint lacks")
+        return tensor if tuple(tensor.shape) == value.shape else tensor.view(value.shape)
+
+    def _load(self, name: str, thing: Any, state: Any, tree: dict[str, Any]) -> None:
+        if isinstance(thing, nn.Module):
+            state = OrderedDict(state)
+            state._metadata = OrderedDict(tree.get("metadata", {}).get(name, {}))
+            # Tables are loaded from themselves, which PyTorch sees and copies nothing.
+            thing.load_state_dict(state)
+        elif isinstance(thing, Optimizer):
+            thing.load_state_dict(state)
+            _undo_casts(thing, state)
+        else:
+            thing.load_state_dict(state)
+            if hasattr(thing, "_initial_iter_for_state_dict"):
+                # A StatefulDataLoader draws random numbers when it goes to its position. It does so now,
+                # before the random states are restored: the run that wrote them was past that.
+                thing.state_dict()
+
+
+def _check_objects(objects: Mapping[str, Any]) -> None:
+    names: dict[int, str] = {}
+    for name, thing in objects.items():
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a training object is named {name!r}: expected a name")
+        if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"{name} is a {type(thing).__name__}, which lacks state_dict() or load_state_dict(): "
+                "give it both, or leave it out"
+            )
+        if id(thing) in names:
+            raise ConfigError(f"{name} and {names[id(thing)]} are the same object: pass it once")
+        names[id(thing)] = name
+        if any(name.startswith(f"{other}.") for other in objects):
+            raise ConfigError(f"{name}'s name begins with another object's: their tables could be mixed up")
+
+
+def _find_tables(modules: Mapping[str, nn.Module]) -> dict[str, LiveTable]:
+    """Every weight that is looked up, with all modules that look it up."""
+    names: dict[int, str] = {}
+    users: dict[int, dict[int, Any]] = {}
+    others: set[int] = set()
+    for root, model in modules.items():
+        for path, module in model.named_modules(remove_duplicate=False):
+            # Not module.weight: that can be computed from other parameters, which then are dense state.
+            weight = module._parameters.get("weight")
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                others |= {id(p) for p in module._parameters.values() if p is not None}
+            elif weight is not None and (weight.is_meta or weight.numel()):
+                names.setdefault(id(weight), ".".join(filter(None, (root, path, "weight"))))
+                users.setdefault(id(weight), {})[id(module)] = module
+    tables = {
+        name: LiveTable(name, tuple(users[weight].values()), weight not in others)
+        for weight, name in names.items()
+    }
+    _check_overlaps(tables)
+    return tables
+
+
+def _check_overlaps(tables: Mapping[str, LiveTable]) -> None:
+    """Two tables in the same memory would undo each other's rows in a restore."""
+    ranges = sorted((t.weight.data_ptr(), t.weight.nbytes, t.name) for t in tables.values())
+    for (begin, length, first), (after, _, second) in pairwise(ranges):
+        if begin + length > after:
+            raise ConfigError(
+                f"tables {first} and {second} share memory but not their Parameter: tie them by assigning "
+                "the Parameter of one to the other"
+            )
+
+
+def _is_row_state(value: Any, rows: int) -> bool:
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.dim() > 0
+        and value.shape[0] == rows
+        and why_no_rows(value) is None
+    )
+
+
+def _holds(group: Mapping[str, Any], weight: Tensor) -> bool:
+    return any(parameter is weight for parameter in group["params"])
+
+
+def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """The numbers that a state gives to the parameters of an optimizer, with the parameters."""
+    for here, there in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        yield from zip(there["params"], here["params"], strict=True)
+
+
+def _undo_casts(optimizer: Optimizer, state: Any) -> None:
+    """Give back their type to states that PyTorch has cast to their parameter's, which loses bits."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # it knows what it does
+    for index, parameter in _numbered(optimizer, state):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in state["state"].get(index, {}).items():
+            other = loaded.get(key)
+            if type(other) is not type(value):
+                continue
+            if isinstance(value, Tensor):
+                loaded[key] = other if other.dtype == value.dtype else value.to(other.device)
+            elif parameter.device.type == "cpu":  # PyTorch also moves tensors that lie deeper
+                loaded[key] = value
+
+
+def _is_iterating(thing: Any) -> bool:
+    """Whether a StatefulDataLoader, or what looks like one, has handed out an iterator."""
+    # One that state_dict() made for itself is replaced when a state is loaded: nobody has it.
+    return getattr(thing, "_iterator", None) is not None and not getattr(
+        thing, "_initial_iter_for_state_dict", False
+    )
+
+
+def _check_module(name: str, module: nn.Module, saved: Any) -> None:
+    """Compare keys, shapes and types before PyTorch does, which loads half and casts what does not fit."""
+    if not isinstance(saved, dict):
+        raise ModelMismatch(f"{name} is no module in the checkpoint, and a {type(module).__name__} here")
+    if any(m._load_state_dict_pre_hooks for m in module.modules()):
+        return  # these may translate an older state: its load_state_dict must judge
+    live = module.state_dict()
+    for problem, keys in (
+        ("not here", saved.keys() - live.keys()),
+        ("only here", live.keys() - saved.keys()),
+    ):
+        if keys:
+            raise ModelMismatch(f"{name} has other keys in the checkpoint; {problem}: {_some(sorted(keys))}")
+    for key, mine in live.items():
+        value = saved[key]
+        if not isinstance(mine, Tensor) or nn.parameter.is_lazy(mine):
+            continue
+        here = (tuple(mine.shape), DTYPE_NAMES.get(mine.dtype, str(mine.dtype)))
+        there = (
+            (value.shape, getattr(value, "dtype", here[1]))
+            if isinstance(value, (Array, TablePlace))
+            else None
+        )
+        if here != there:
+            raise ModelMismatch(f"{name}.{key} is {_show(there)} in the checkpoint and {_show(here)} here")
+
+
+def _show(found: tuple[tuple[int, ...], str] | None) -> str:
+    return f"{found[1]} of shape {list(found[0])}" if found else "no tensor"
+
+
+def _some(names: Any) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+    return (", ".join(shown[:5]) or "none") + more

@@ -1,0 +1,50 @@
+"""Which optimizers change rows that no lookup named.
+
+Changed rows are found by watching lookups. That is enough if a row without a gradient keeps its bits, in
+its weights and in its optimizer state:
+
+- With *sparse* gradients (``nn.Embedding(sparse=True)``) an optimizer gets the rows of the batch and their
+  gradients, and as a rule touches no others. The exception is momentum in ``torch.optim.SGD``: its
+  buffer, sparse too, gathers every row ever looked up and moves all of them in every step.
+- With *dense* gradients an optimizer computes on the whole table, where rows that were not looked up
+  have gradients of 0. Plain SGD subtracts 0, Adagrad adds 0 and subtracts 0 / (√sum + eps): no bit changes.
+  Anything that remembers (momentum, Adam's averages) or decays moves them all the same. So may any
+  optimizer that is not known here.
+- ``maximize`` negates gradients: a 0 becomes -0, and subtracting -0 turns a weight of -0 into 0. The
+  numbers are equal, the bits are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Optimizer
+
+_BY_ROW = {"SparseAdam", "RowMomentum", "RowWiseAdagrad"}
+
+
+def changes_unseen_rows(
+    optimizer: Optimizer, group: Mapping[str, Any], *, sparse: bool, dtype: torch.dtype
+) -> bool:
+    """Whether a step of this optimizer can change rows of a table that the step's batch did not look up.
+
+    Args:
+        optimizer: any; what it is decides.
+        group: its parameter group with the table, for the settings.
+        sparse: whether the table's gradients are sparse.
+        dtype: of the table.
+    """
+    if sparse:
+        if type(optimizer).__name__ in _BY_ROW:
+            return False
+        return bool(group.get("momentum") or group.get("weight_decay"))
+    if group.get("weight_decay") or group.get("maximize"):
+        return True
+    if type(optimizer) is SGD:
+        return bool(group["momentum"])
+    if type(optimizer) is Adagrad:
+        # An eps that the table's type rounds to 0 makes 0 / 0 of every row without a gradient so far.
+        return not torch.tensor(group["eps"], dtype=dtype) > 0
+    return True
