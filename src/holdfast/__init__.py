@@ -9,9 +9,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from holdfast._version import __version__
-from holdfast.errors import BadLine, ConfigError, DataError, HoldfastError, TrainingDiverged, WrongReaderState
+from holdfast.errors import (
+    AlreadyExists,
+    BadLine,
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    DataError,
+    HoldfastError,
+    ModelMismatch,
+    NoSuchVersion,
+    ObjectMissing,
+    SaveFailed,
+    StoreError,
+    StoreLocked,
+    TrainingDiverged,
+    UnsafeName,
+    UnsupportedState,
+    WrongReaderState,
+)
+from holdfast.options import Chunked, Differential, Full, Incremental, Policy
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.api import Checkpointer
     from holdfast.data.criteo import Criteo
     from holdfast.data.reader import Batch, Reader
     from holdfast.data.synthetic import Synthetic
@@ -21,6 +41,7 @@ if TYPE_CHECKING:
     from holdfast.models.recommender import Recommender
 
 _HOMES = {
+    "Checkpointer": "holdfast.checkpoint.api",
     "Batch": "holdfast.data.reader",
     "Criteo": "holdfast.data.criteo",
     "DLRM": "holdfast.models.dlrm",
@@ -34,17 +55,34 @@ _HOMES = {
 __all__ = [
     "DLRM",
     "PNN",
+    "AlreadyExists",
     "BadLine",
     "Batch",
+    "CheckpointError",
+    "Checkpointer",
+    "Chunked",
     "ConfigError",
+    "CorruptCheckpoint",
     "Criteo",
     "DataError",
     "DeepFM",
+    "Differential",
+    "Full",
     "HoldfastError",
+    "Incremental",
+    "ModelMismatch",
+    "NoSuchVersion",
+    "ObjectMissing",
+    "Policy",
     "Reader",
     "Recommender",
+    "SaveFailed",
+    "StoreError",
+    "StoreLocked",
     "Synthetic",
     "TrainingDiverged",
+    "UnsafeName",
+    "UnsupportedState",
     "WrongReaderState",
     "__version__",
 ]

@@ -112,6 +112,9 @@ class Checkpointer:
             step = self._last_step if self._last_step is not None else 0
         self._lock.renew()
         self._bind()
+        for table in self._objects.tables:
+            if self._objects.changes_unseen_rows(table):
+                self._writer.tracker.mark_table(table)
         version = self._writer.save(step, lambda: encode_tree(self._objects.dense_tree()), metadata or {})
         if version is not None:
             self._last_step = self._last_save_step = step
@@ -144,7 +147,7 @@ class Checkpointer:
 
     def versions(self) -> list[Version]:
         """All versions that can be restored, oldest first."""
-        return list(read_newest(self.store).versions)
+        return list(self._writer.catalog.manifest.versions)  # this is the store's only writer
 
     def mark(self, table: str, rows: Any = None) -> None:
         """Say that rows of a table were changed other than by training; all of them without ``rows``."""
@@ -193,16 +196,21 @@ class Checkpointer:
 
     def _restore(self, version: Version) -> int:
         started = time.perf_counter()
+        objects = self._objects
         with open_version(self.store, version.version) as reader:
             tree = decode_tree(reader.dense(), f"{self.store.url}: {version.dense.name}")
-            self._objects.prepare(reader.groups)
-            with byte_progress(
-                f"restoring version {version.version}", reader.total_bytes(), self._show_progress
-            ) as on_progress:
-                reader.read_rows(RowLoader(reader.groups, self._objects.fields), on_progress=on_progress)
-            self._objects.load_dense(tree)
-            seconds = time.perf_counter() - started
-            self._note_restored(version, reader, seconds)
+            # What can be told to be wrong is told before anything is overwritten.
+            objects.check_dense(tree)
+            objects.prepare(reader.groups)
+            text = f"restoring version {version.version}"
+            try:
+                with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
+                    reader.read_rows(RowLoader(reader.groups, objects.fields), on_progress=on_progress)
+                objects.load_dense(tree)
+            except BaseException:
+                objects.cancel_restore()
+                raise
+            self._note_restored(version, reader, time.perf_counter() - started)
         return version.step + 1
 
     def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
@@ -214,24 +222,19 @@ class Checkpointer:
         log.info("restored version %d (step %d) in %.2f s", version.version, version.step, seconds)
 
     def _hook_tables(self) -> None:
-        """Mark rows where they are looked up; tables that change otherwise too are marked as wholes."""
+        """Mark rows where they are looked up."""
         for name, table in self._objects.tables.items():
             for module in table.modules:
-                handle = module.register_forward_pre_hook(self._marker(name, module))
+                handle = module.register_forward_pre_hook(self._marker(name))
                 self._cleanup.callback(handle.remove)
 
-    def _marker(self, name: str, module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        renorm = (
-            getattr(module, "max_norm", None) is not None
-        )  # then even a lookup without gradients changes rows
-
+    def _marker(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def mark(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if not (torch.is_grad_enabled() or renorm) or not inputs:
-                return
-            if self._objects.changes_unseen_rows(name):
-                self._writer.tracker.mark_table(name)
-                return
-            ids = inputs[0].detach()
-            self._writer.tracker.mark(name, ids.reshape(-1).numpy())
+            # With max_norm even a lookup without gradients changes rows.
+            if inputs and (torch.is_grad_enabled() or module.max_norm is not None):
+                ids = inputs[0].detach().reshape(-1)
+                self._writer.tracker.mark(
+                    name, ids.numpy() if ids.dtype == torch.int64 else ids.long().numpy()
+                )
 
         return mark

@@ -190,8 +190,7 @@ class Shard:
         dead = np.flatnonzero((ids[1:] == ids[:-1]) & (files[:-1] > 0))
         by_version = np.argsort(born[dead + 1], kind="stable")
         dead = dead[by_version]
-        versions, starts = np.unique(born[dead + 1], return_index=True)
-        for version, a, b in zip(versions.tolist(), starts, np.append(starts[1:], len(dead)), strict=True):
+        for version, a, b in _runs(born[dead + 1]):
             these = dead[a:b]
             self._note_deaths(group, version, ids[these], files[these])
 
@@ -276,12 +275,10 @@ class Shard:
 
     def _note_deaths(self, group: int, version: int, ids: RowIds, files: NDArray[np.int32]) -> None:
         order = np.argsort(files, kind="stable")
-        numbers, starts = np.unique(files[order], return_index=True)
-        ends = np.append(starts[1:], len(order))
-        for number, a, b in zip(numbers.tolist(), starts, ends, strict=True):
+        for number, a, b in _runs(files[order]):
             if number:  # 0 is the baseline, whose records are never moved
                 file = self._files[number]
-                file.dead += int(b - a)
+                file.dead += b - a
                 file.deaths.append((group, version, ids[order[a:b]]))
 
     def _store_files(
@@ -330,6 +327,13 @@ def file_deaths(deaths: Sequence[tuple[int, int, RowIds]], group: int) -> tuple[
     versions = np.concatenate([np.full(len(i), v, np.int32) for v, i in mine])
     order = np.argsort(ids)
     return ids[order], versions[order]
+
+
+def _runs(ordered: NDArray[np.int32]) -> Iterator[tuple[int, int, int]]:
+    """Each value of an ascending array, with where its run begins and ends."""
+    values, starts = np.unique(ordered, return_index=True)
+    ends = np.append(starts, len(ordered))[1:]
+    yield from zip(values.tolist(), starts.tolist(), ends.tolist(), strict=True)
 
 
 def _join(parts: Sequence[rounds.Lives], fields: Sequence[Field]) -> rounds.Lives:

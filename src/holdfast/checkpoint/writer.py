@@ -209,10 +209,11 @@ class Writer:
             return strategy.baseline == "intermittent" and intermittent_baseline_is_due(
                 self._sizes_since_baseline
             )
-        if isinstance(strategy, Chunked) and strategy.reset == "auto" and self.reports:
+        if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes_since_baseline:
+            full = sum(g.rows * g.record_bytes for g in self._groups)
             return reset_is_due(
-                full_bytes=sum(g.rows * g.record_bytes for g in self._groups),
-                increment_bytes=self.reports[-1].bytes,
+                full_bytes=full,
+                increment_bytes=self._sizes_since_baseline[-1] * full,
                 beyond_bytes=self._shard.live_bytes(),
                 write_speed=self._speed.write,
                 read_speed=self._speed.read,
