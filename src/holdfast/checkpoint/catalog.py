@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.manifest import EMPTY, FORMAT, Era, Manifest, Version
+from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, Manifest, Version
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.shard import Change
 from holdfast.checkpoint.store import Store
@@ -20,7 +20,6 @@ from holdfast.options import Policy
 
 # An object store cannot keep an open file for a restore that is under way: it gets this long.
 _REMOTE_DELETION_DELAY_SECONDS = 600.0
-_DATA_FOLDERS = ("chunks/", "dense/")
 
 
 class Catalog:
@@ -77,7 +76,7 @@ class Catalog:
             return []
         named = self.manifest.file_names() | self._previous.file_names()
         named |= {name for name, _ in self.manifest.retired}
-        found = [info.name for folder in _DATA_FOLDERS for info in self.store.list(folder)]
+        found = [info.name for folder in DATA_FOLDERS for info in self.store.list(folder)]
         leftovers = [name for name in found if name not in named]
         if leftovers:
             self.store.delete(leftovers)

@@ -156,7 +156,7 @@ class Shard:
 
         Reads which rows are in each of its files, not the rows.
         """
-        self.base = min(f.first_born for f in era.files if f.kind == "baseline")
+        self.base = era.number
         self._files.clear()
         self._where = []
         if not self._follows_rows():
@@ -170,7 +170,7 @@ class Shard:
                 number = self._next_file
                 self._next_file += 1
                 self._files[number] = _OpenFile(entry, number)
-            for group, index in read_indexes(store, entry):
+            for group, index in read_indexes(store, entry, self.groups):
                 born = np.broadcast_to(np.asarray(index.born, np.int32), len(index.ids))
                 found[group].append((index.ids, born, number))
                 if number:
@@ -198,12 +198,13 @@ class Shard:
         """(group, ids) of the rows that a version holds beyond the era's baseline."""
         for entry in era.files_of(version):
             if entry.kind != "baseline":
-                for group, index in read_indexes(store, entry):
+                for group, index in read_indexes(store, entry, self.groups):
                     yield group, index.ids
 
     def live_bytes(self) -> int:
         """Bytes of the files that hold current records beyond the baseline."""
-        return sum(f.entry.bytes for f in self._files.values())
+        # A copy: the background may be tidying while the trainer asks.
+        return sum(f.entry.bytes for f in list(self._files.values()))
 
     def _follows_rows(self) -> bool:
         return isinstance(self.strategy, Chunked)
@@ -243,7 +244,7 @@ class Shard:
         fields = self.groups[group].fields
         for file in taken:
             dead_ids, dead_versions = file_deaths(file.deaths, group)
-            opened = open_file(store, file.entry)
+            opened = open_file(store, file.entry, self.groups)
             with opened.reader:
                 for piece in opened.pieces:
                     if piece.group != group or not piece.rows:
@@ -307,9 +308,9 @@ class Shard:
         )
 
 
-def read_indexes(store: Store, entry: FileEntry) -> Iterator[tuple[int, Index]]:
+def read_indexes(store: Store, entry: FileEntry, groups: Sequence[Group]) -> Iterator[tuple[int, Index]]:
     """Which rows are in a file: (group, index) of each of its pieces."""
-    opened = open_file(store, entry)
+    opened = open_file(store, entry, groups)
     with opened.reader:
         for piece in opened.pieces:
             data = np.empty(piece.index_length, np.uint8)
