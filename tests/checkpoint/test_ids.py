@@ -23,8 +23,8 @@ def test_any_set_comes_back(chosen: list[int], repeats: bool) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "encoding"),
-    [([], "range"), ([7], "range"), ([3, 4, 5], "range"), ([3, 5], "rice"), ([3, 3, 4], "rice0"), ([3, 3], "rice0")],
-)  # fmt: skip
+    [([], "range"), ([7], "range"), ([3, 4, 5], "range"), ([3, 5], "rice"), ([3, 3, 4], "rice0")],
+)
 def test_the_encoding_that_is_chosen(ids: list[int], encoding: str) -> None:
     assert encode_ids(np.array(ids, np.int64))[0] == encoding
 

@@ -104,6 +104,8 @@ class Manifest(Struct, frozen=True):
     versions: list[Version]
     retired: list[tuple[str, float]] = []
     """Files that this manifest no longer needs, and since when: deleted when nobody can be reading them."""
+    last_version: int = 0
+    """The greatest number that any version has had, also of versions that are gone."""
 
     def era(self, number: int) -> Era:
         """An era by number; a manifest that was read has one for each of its versions."""
@@ -154,6 +156,8 @@ def _problem(manifest: Manifest) -> str | None:
     if len(set(eras)) != len(eras):
         return "two eras have one number"
     known = set(eras)
+    if not 0 <= manifest.last_version < OPEN or not 0 <= manifest.number < 10**10:
+        return "its number or its last version cannot be"
     last = 0
     for version in manifest.versions:
         if not last < version.version < OPEN or version.era not in known:
