@@ -40,7 +40,7 @@ def decoded(data: NDArray[np.uint8], first: int, last: int, least: int, count: i
 
 def encoded(ids: NDArray[np.int64], least: int) -> NDArray[np.uint8]:
     """Within the bound that is promised, with guards behind it."""
-    bound = gaps_bound(len(ids), int(ids[-1] - ids[0]))
+    bound = gaps_bound(len(ids), int(ids[-1] - ids[0]))  # type: ignore[no-untyped-call]
     out = np.full(bound + 64, GUARD, np.uint8)
     size = encode_gaps(ids, least, out)
     assert size <= bound, f"{len(ids)} ids over {ids[-1] - ids[0]}: {size} bytes, {bound} promised"

@@ -18,7 +18,7 @@ from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, Manif
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.shard import Change
 from holdfast.checkpoint.store import Store
-from holdfast.errors import AlreadyExists, StoreError
+from holdfast.errors import AlreadyExists
 from holdfast.options import Policy
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -40,7 +40,7 @@ class Catalog:
         self.store = store
         self.policy = policy
         self.complaints: list[str] = []
-        self.problem: StoreError | None = None
+        self.problem: BaseException | None = None
         self.manifest: Manifest = manifests.read_newest(store, self.complaints)
         existing = manifests.numbers(store)
         self._stored = set(existing)
@@ -76,21 +76,23 @@ class Catalog:
         used = [v.version for v in self.manifest.versions]
         return max([*used, self.manifest.last_version]) + 1
 
-    def delete_leftovers(self) -> list[str]:
-        """Delete files that no manifest names: what writers that died have left behind.
+    def delete_leftovers(self, *, of_others: bool = True) -> list[str]:
+        """Delete files that no manifest names: what writers that died, or failed saves, have left behind.
 
-        Does nothing if a manifest was damaged: what it named may be all that is left of a version.
+        Does nothing if a manifest was damaged: what it named may be all that is left of a version. Nor if
+        one may have been published without our knowing. ``of_others``: not only of this writer.
         """
-        if self.complaints:
+        if self.complaints or self._attempts:
             return []
         named = self.manifest.file_names() | self._previous.file_names()
         named |= {name for name, _ in self.manifest.retired}
         found = [info.name for folder in DATA_FOLDERS for info in self.store.list(folder)]
         leftovers = [name for name in found if name not in named]
-        if leftovers:
+        if leftovers and of_others:
             # A writer that lost its lease may be asleep with these files written and its manifest not yet
             # published. Taking that manifest's number first makes sure that it never will be.
             self._publish(self.manifest.eras, self.manifest.versions)
+        if leftovers:
             self.store.delete(leftovers)
         return leftovers
 
@@ -204,9 +206,9 @@ class Catalog:
         names = [*map(manifests.name_of, outdated), *self._undeleted, *due]
         try:
             self.store.delete(names)
-        except StoreError as error:
+        except BaseException as error:
             # The manifest stands all the same: whoever waits for it must not be told that it failed.
-            log.warning("files of %s that no version needs cannot be deleted: %s", self.store.url, error)
+            log.warning("files of %s that no version needs cannot be deleted: %r", self.store.url, error)
             self.problem = error
             self._undeleted = names[len(outdated) :]
             return

@@ -313,6 +313,7 @@ class Writer:
             self._saved.set()
             log.warning("saving version %d to %s failed: %s", number, self.store.url, _text(error))
             self._emit("checkpoint_failed", version=number, step=step, error=_text(error))
+            self._clear_away()
             return
         seconds = time.perf_counter() - started
         self._era = version.era
@@ -328,6 +329,13 @@ class Writer:
             self._tidy_error = error
             log.warning("rearranging files of %s failed: %s", self.store.url, _text(error))
             self._emit("checkpoint_tidy_failed", version=number, error=_text(error))
+
+    def _clear_away(self) -> None:
+        """Delete what a failed save has written: on a full disk the next one needs the space."""
+        try:
+            self.catalog.delete_leftovers(of_others=False)
+        except Exception as error:  # the next writer clears it away
+            log.warning("what a failed save left in %s stays: %s", self.store.url, _text(error))
 
     def _apply(self, change: Change) -> None:
         """A manifest with the change is durable."""
