@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.manifest import DenseEntry, Version
 from holdfast.checkpoint.records import Field, Rows, make_groups
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.restore import MOST_OPEN, open_version
 from holdfast.checkpoint.shard import Shard
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.strategies import rounds
@@ -163,3 +165,20 @@ def test_nothing_is_stored_twice_by_rounds(tmp_path: Path) -> None:
     assert sum(f.rows for f in files) + baseline_rows == sum(
         v.rows for v in trainer.catalog.manifest.versions
     )
+
+
+def test_versions_of_more_files_than_may_be_open(tmp_path: Path) -> None:
+    """A long chain of increments is restored, not taken for damage by a process that ran out of handles."""
+    trainer = Trainer(open_store(tmp_path, create=True), Policy(strategy=Incremental()), 5)
+    while (
+        len(trainer.catalog.manifest.eras[0].files if trainer.catalog.manifest.eras else ()) < MOST_OPEN + 60
+    ):
+        trainer.save(trainer.train())
+    newest = trainer.catalog.manifest.versions[-1].version
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + MOST_OPEN + 20, hard))
+    try:
+        assert same(restored(trainer.store, newest), trainer.remembered[newest])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -29,11 +29,14 @@ from holdfast.checkpoint.chunk import (
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
 from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.store import ObjectReader, Store
+from holdfast.checkpoint.store.base import ReadRequest
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 from holdfast.kernels import scatter_rows
 
 # A stretch this long stays in the processor's cache between being read, checked and handed on.
 STRETCH_BYTES = 4 << 20
+MOST_OPEN = 256
+"""Files of a version that are held open; a process may have 1024 in all, as a rule."""
 _AHEAD = 3
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
@@ -91,8 +94,25 @@ def open_file(
     return OpenFile(entry, reader, pieces, where)
 
 
+class _OpenedForEachRead(ObjectReader):
+    """A file of a version with so many that a process may not have all of them open at once."""
+
+    def __init__(self, store: Store, entry: FileEntry) -> None:
+        self._store = store
+        self.name = entry.name
+        self.size = entry.bytes
+
+    def _fill(self, requests: list[ReadRequest]) -> None:
+        with self._store.open(self.name) as reader:
+            for request in requests:
+                reader.read_into([(request.offset, request.into.nbytes)], request.into)
+
+    def close(self) -> None:
+        """Nothing is open between reads."""
+
+
 class VersionReader:
-    """One version of a store, opened: all of its files are held open, so that tidying cannot take them away.
+    """One version of a store, opened: its files are held open, so that tidying cannot take them away.
 
     A context manager. Open it with ``open_version``.
     """
@@ -109,6 +129,9 @@ class VersionReader:
         try:
             for entry in self.era.files_of(version.version):
                 file = open_file(store, entry, self.groups, version.version)
+                if len(self.files) >= MOST_OPEN:
+                    file.reader.close()
+                    file = replace(file, reader=_OpenedForEachRead(store, entry))
                 self._stack.callback(file.reader.close)
                 self.files.append(file)
             self._dense = self._stack.enter_context(store.open(version.dense.name))
