@@ -80,6 +80,8 @@ def test_gaps_come_back(gaps: list[int], first: int, least: int) -> None:
     found = decoded(encoded(ids, least), first, int(ids[-1]), least, len(ids))
     assert found is not None
     assert found.tolist() == ids.tolist()
+    if ids[-1] > first:  # one that runs ahead of the last is stopped there
+        assert decoded(encoded(ids, least), first, int(ids[-1]) - 1, least, len(ids)) is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 126, 127, 128, 129, 130, 255, 256, 257, 258, 384, 385, 386])

@@ -198,7 +198,7 @@ def run(strategy: Any, keep: int | None, examples: int, steps: int) -> None:
 def test_any_order(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
     chunked = isinstance(strategy, Chunked)
-    run(strategy, None, 16 if chunked else 6, 30)
+    run(strategy, None, 16 if chunked else 6, 50)
     run(strategy, 3, 10 if chunked else 4, 30)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def test_a_version_stands_although_old_files_could_not_be_deleted(
 def test_a_manifest_that_came_to_exist_after_all(tmp_path: Path) -> None:
     """An answer was lost: the writer believes that it failed, and must be able to go on."""
     run, lost = Rows(), []
-    with hf.Checkpointer(tmp_path, run.objects, hf.Policy(strategy="incremental")) as ckpt:
+    with hf.Checkpointer(tmp_path / "store", run.objects, hf.Policy(strategy="incremental")) as ckpt:
         run.change(ckpt, 1)
         ckpt.save(0)
         ckpt.wait()
@@ -131,6 +132,9 @@ def test_a_manifest_that_came_to_exist_after_all(tmp_path: Path) -> None:
             ckpt.save(step)
             with pytest.raises(hf.SaveFailed, match="lost the connection"):
                 ckpt.wait()
+            # Should the process die now, then this is the newest version.
+            shutil.copytree(tmp_path / "store", tmp_path / str(step))
+            assert restored(tmp_path / str(step)) == run.value()
         ckpt.store.publish = real  # type: ignore[method-assign]
         run.change(ckpt, 3)
         ckpt.save(3)
@@ -139,8 +143,8 @@ def test_a_manifest_that_came_to_exist_after_all(tmp_path: Path) -> None:
         run.change(ckpt, 4)
         ckpt.save(4)
     assert len(lost) == 2
-    assert restored(tmp_path) == run.value()
-    assert len(list((tmp_path / "manifests").iterdir())) == 2
+    assert restored(tmp_path / "store") == run.value()
+    assert len(list((tmp_path / "store/manifests").iterdir())) == 2
 
 
 def test_another_writers_manifest_is_never_passed_over(tmp_path: Path) -> None:
