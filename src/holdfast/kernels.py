@@ -47,6 +47,16 @@ def _trailing_zeros(typing_context, word):
     return types.uint64(word), generate
 
 
+@intrinsic
+def _ones(typing_context, word):
+    """How many of a word's bits are 1."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(word), generate
+
+
 @njit(cache=True, nogil=True)
 def mark_rows(bits, ids, first, rows):
     """Set the bits first + id of a uint64 bitmap. Ids outside of the table are not its concern."""
@@ -60,12 +70,9 @@ def mark_rows(bits, ids, first, rows):
 @njit(cache=True, nogil=True)
 def count_marked(bits):
     """How many bits are set."""
-    total = 0
+    total = np.int64(0)
     for w in range(bits.shape[0]):
-        word = bits[w]
-        while word != np.uint64(0):
-            word &= word - np.uint64(1)
-            total += 1
+        total += np.int64(_ones(bits[w]))
     return total
 
 

@@ -20,7 +20,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -85,6 +85,7 @@ class Checkpointer:
         except BaseException:
             self._cleanup.close()
             raise
+        self._captured_before = False
         self._last_step: int | None = None
         self._last_save_step: int | None = None
         self._last_save_time = time.monotonic()
@@ -112,10 +113,9 @@ class Checkpointer:
             step = self._last_step if self._last_step is not None else 0
         self._lock.renew()
         self._bind()
-        for table in self._objects.tables:
-            if self._objects.changes_unseen_rows(table):
-                self._writer.tracker.mark_table(table)
-        version = self._writer.save(step, lambda: encode_tree(self._objects.dense_tree()), metadata or {})
+        for table in self._objects.tables_with_unseen_changes():
+            self._writer.tracker.mark_table(table)
+        version = self._writer.save(step, self._capture_dense, metadata or {})
         if version is not None:
             self._last_step = self._last_save_step = step
             self._last_save_time = time.monotonic()
@@ -193,6 +193,15 @@ class Checkpointer:
     def _bind(self) -> None:
         """Optimizers make their state when they first step: look at the layout before each save."""
         self._writer.bind(make_groups(self._objects.layout()), self._objects.fields)
+
+    def _capture_dense(self) -> Callable[[], Sequence[Any]]:
+        tree = self._objects.capture()
+        if not self._captured_before:
+            # A state that cannot be stored is the caller's to mend: say so at once, not at the next call.
+            encoded = encode_tree(tree())
+            self._captured_before = True
+            return lambda: encoded
+        return lambda: encode_tree(tree())
 
     def _restore(self, version: Version) -> int:
         started = time.perf_counter()

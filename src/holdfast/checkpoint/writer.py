@@ -130,11 +130,14 @@ class Writer:
             self._sizes_since_baseline = [v.bytes / max(full, 1) for v in siblings]
         return True
 
-    def save(self, step: int, dense: Callable[[], Sequence[Any]], metadata: dict[str, Any]) -> int | None:
+    def save(
+        self, step: int, capture_dense: Callable[[], Callable[[], Sequence[Any]]], metadata: dict[str, Any]
+    ) -> int | None:
         """Save a version and return its number as soon as its snapshot is taken.
 
-        ``dense`` is called for the buffers of all that is not rows, at the same instant. Returns None if
-        another save is under way and the policy says to skip.
+        ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
+        called in the background for the buffers to be written. Returns None if another save is under way
+        and the policy says to skip.
         """
         called = time.perf_counter()
         if self._under_way is not None and not self._saved.is_set() and self.policy.when_busy == "skip":
@@ -147,7 +150,7 @@ class Writer:
         changed = self.tracker.take()
         try:
             rows = self._snapshot(changed, baseline=baseline)
-            parts = dense()
+            dense = capture_dense()
         except BaseException:
             self.tracker.give_back()
             raise
@@ -158,7 +161,7 @@ class Writer:
         stall = (now - called, now - started)
 
         def job() -> None:
-            self._write(outcome, version, step, baseline, rows, parts, metadata, stall)
+            self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
 
         self._thread.submit(job)
         self._next_version += 1
@@ -263,7 +266,7 @@ class Writer:
         step: int,
         baseline: bool,
         rows: list[Rows],
-        parts: Sequence[Any],
+        dense_parts: Callable[[], Sequence[Any]],
         metadata: dict[str, Any],
         stall: tuple[float, float],
     ) -> None:
@@ -271,7 +274,7 @@ class Writer:
         started, cpu = time.perf_counter(), time.thread_time()
         try:
             change = self._shard.write(self.store, number, rows, baseline=baseline)
-            dense = self._store_dense(number, parts)
+            dense = self._store_dense(number, dense_parts())
             era = number if baseline else self._era
             version = Version(
                 version=number, era=era, step=step, time=time.time(), baseline=baseline,
