@@ -199,36 +199,39 @@ def _word(address, at, limit):
 
 
 @njit(cache=True, nogil=True)
-def scatter_rows(addresses, firsts, words, ids, values):
-    """Copy row values[i] to row ids[i] of tables that are numbered through.
+def scatter_rows(addresses, firsts, words, ids, values, positions):
+    """Copy row values[p] to row ids[p] of tables that are numbered through, for each p of ``positions``.
 
     Table t begins at memory address addresses[t] and has rows firsts[t] to firsts[t + 1] - 1 of the
     numbering, of ``words`` 64-bit words each. ids ascend and lie within the numbering: the caller's duty.
+    Without positions: every row.
     """
-    table = 0
+    some = positions.shape[0] > 0
+    count = positions.shape[0] if some else ids.shape[0]
+    table = ahead = 0
     live = carray(_pointer(addresses[0]), (firsts[1] - firsts[0], words), np.uint64)
-    count = ids.shape[0]
-    ahead = 0
     for i in range(count):
+        p = positions[i] if some else i
         if i + _AHEAD < count:  # rows lie anywhere: ask for the one that comes in a while
-            while ids[i + _AHEAD] >= firsts[ahead + 1]:
+            coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
+            while coming >= firsts[ahead + 1]:
                 ahead += 1
-            _prefetch(addresses[ahead] + (ids[i + _AHEAD] - firsts[ahead]) * (8 * words))
-        if ids[i] >= firsts[table + 1]:
-            while ids[i] >= firsts[table + 1]:
+            _prefetch(addresses[ahead] + (coming - firsts[ahead]) * (8 * words))
+        if ids[p] >= firsts[table + 1]:
+            while ids[p] >= firsts[table + 1]:
                 table += 1
             live = carray(_pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), np.uint64)
-        row = ids[i] - firsts[table]
+        row = ids[p] - firsts[table]
         w = 0
         while w + 8 <= words:  # eight loads, then eight stores: they may not be told apart otherwise
-            a0 = values[i, w]
-            a1 = values[i, w + 1]
-            a2 = values[i, w + 2]
-            a3 = values[i, w + 3]
-            a4 = values[i, w + 4]
-            a5 = values[i, w + 5]
-            a6 = values[i, w + 6]
-            a7 = values[i, w + 7]
+            a0 = values[p, w]
+            a1 = values[p, w + 1]
+            a2 = values[p, w + 2]
+            a3 = values[p, w + 3]
+            a4 = values[p, w + 4]
+            a5 = values[p, w + 5]
+            a6 = values[p, w + 6]
+            a7 = values[p, w + 7]
             live[row, w] = a0
             live[row, w + 1] = a1
             live[row, w + 2] = a2
@@ -239,5 +242,5 @@ def scatter_rows(addresses, firsts, words, ids, values):
             live[row, w + 7] = a7
             w += 8
         while w < words:
-            live[row, w] = values[i, w]
+            live[row, w] = values[p, w]
             w += 1

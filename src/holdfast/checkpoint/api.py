@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
-from holdfast.checkpoint.manifest import Version, read_newest
+from holdfast.checkpoint.manifest import Manifest, Version, read_newest
 from holdfast.checkpoint.progress import byte_progress
 from holdfast.checkpoint.records import make_groups
 from holdfast.checkpoint.restore import RowLoader, VersionReader, find_version, open_version
@@ -147,7 +147,12 @@ class Checkpointer:
 
     def versions(self) -> list[Version]:
         """All versions that can be restored, oldest first."""
-        return list(self._writer.catalog.manifest.versions)  # this is the store's only writer
+        return list(self.manifest.versions)  # this is the store's only writer
+
+    @property
+    def manifest(self) -> Manifest:
+        """What stands in the store."""
+        return self._writer.catalog.manifest
 
     def mark(self, table: str, rows: Any = None) -> None:
         """Say that rows of a table were changed other than by training; all of them without ``rows``."""

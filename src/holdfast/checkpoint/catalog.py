@@ -110,6 +110,8 @@ class Catalog:
             else:
                 eras.append(era)
         self._publish(eras, self.manifest.versions)
+        # Once more, so that the manifest before the newest does not need the replaced files either.
+        self._publish(self.manifest.eras, self.manifest.versions)
 
     def delete_versions(self, numbers: Iterable[int]) -> None:
         """Make versions cease to exist, and delete what only they needed."""

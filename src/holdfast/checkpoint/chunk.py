@@ -261,13 +261,18 @@ class DecodedPiece:
     born: NDArray[np.int32] | int
     died: NDArray[np.int32] | int
 
-    def at(self, version: int) -> Rows:
-        """The records that belong to a version."""
+    def positions_at(self, version: int) -> NDArray[np.int64] | None:
+        """Where the records are that belong to a version; None if all do."""
         piece = self.piece
         if piece.last_born <= version and piece.first_died > version:
-            return self.rows
+            return None
         alive = np.broadcast_to((self.born <= version) & (self.died > version), len(self.rows))
-        return self.rows.take(np.flatnonzero(alive))
+        return np.flatnonzero(alive)
+
+    def at(self, version: int) -> Rows:
+        """The records that belong to a version."""
+        positions = self.positions_at(version)
+        return self.rows if positions is None else self.rows.take(positions)
 
 
 def _pack(piece: Piece) -> list[Any]:

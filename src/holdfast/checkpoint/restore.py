@@ -27,7 +27,7 @@ from holdfast.checkpoint.chunk import (
     decode_piece,
 )
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
-from holdfast.checkpoint.records import Bytes2D, Group, Rows
+from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 from holdfast.kernels import scatter_rows
@@ -35,6 +35,7 @@ from holdfast.kernels import scatter_rows
 # A stretch this long stays in the processor's cache between being read, checked and handed on.
 STRETCH_BYTES = 4 << 20
 _AHEAD = 3
+_ALL = np.empty(0, np.int64)
 _TRIES = 5
 
 Sink = Callable[[int, Rows], None]
@@ -154,9 +155,12 @@ class VersionReader:
         pieces = self.pieces(baseline=baseline)
         done = 0
         for decoded in self._decode(_stretches(pieces)):
-            rows = decoded.at(self.version.version)
-            if len(rows):
-                sink(decoded.piece.group, rows)
+            if isinstance(sink, RowLoader):  # takes the records that it needs out of the piece itself
+                sink.load(decoded, self.version.version)
+            else:
+                rows = decoded.at(self.version.version)
+                if len(rows):
+                    sink(decoded.piece.group, rows)
             done += decoded.piece.length
             on_progress(done)
 
@@ -300,19 +304,35 @@ class RowLoader:
 
     def __call__(self, group: int, rows: Rows) -> None:
         """Write rows of a group to where they belong."""
+        self._write(group, rows, _ALL)
+
+    def load(self, decoded: DecodedPiece, version: int) -> None:
+        """Write those records of a piece that belong to a version."""
+        positions = decoded.positions_at(version)
+        if positions is None:
+            self._write(decoded.piece.group, decoded.rows, _ALL)
+        elif len(positions):
+            self._write(decoded.piece.group, decoded.rows, positions)
+
+    def _write(self, group: int, rows: Rows, positions: NDArray[np.int64]) -> None:
         firsts = self._firsts[group]
         if len(rows) and not (rows.ids[0] >= 0 and rows.ids[-1] < firsts[-1]):
             raise CorruptCheckpoint(f"rows {rows.ids[0]} to {rows.ids[-1]} of a group of {firsts[-1]}")
         for number, values in enumerate(rows.fields):
             if values.shape[1] % 8 == 0:
                 words = values.view(np.uint64)
-                scatter_rows(self._addresses[group][number], firsts, words.shape[1], rows.ids, words)
+                addresses = self._addresses[group][number]
+                scatter_rows(addresses, firsts, words.shape[1], rows.ids, words, positions)
             else:
-                self._write_odd(group, number, rows, values)
+                self._write_odd(group, number, rows.ids, values, positions)
 
-    def _write_odd(self, group: int, number: int, rows: Rows, values: Bytes2D) -> None:
+    def _write_odd(
+        self, group: int, number: int, ids: RowIds, values: Bytes2D, positions: NDArray[np.int64]
+    ) -> None:
         """Fields whose rows are not whole words."""
-        cuts = np.searchsorted(rows.ids, self._firsts[group])
+        if len(positions):
+            ids, values = ids[positions], values[positions]
+        cuts = np.searchsorted(ids, self._firsts[group])
         for table, first in enumerate(self._firsts[group][:-1]):
             a, b = cuts[table], cuts[table + 1]
-            self._live[group][table][number][rows.ids[a:b] - first] = values[a:b]
+            self._live[group][table][number][ids[a:b] - first] = values[a:b]
