@@ -24,6 +24,8 @@ STRATEGIES: list[Any] = [
     hf.Incremental(),
     hf.Chunked(round_versions=2, reset="never"),
     hf.Chunked(round_versions=1, dead_fraction=0.0),
+    hf.Chunked(layout="2d", threshold=0.0, reset="never"),
+    hf.Chunked(layout="2d", threshold=0.3),
 ]
 
 

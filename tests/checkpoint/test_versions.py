@@ -27,6 +27,9 @@ STRATEGIES = [
     Incremental(),
     Chunked(round_versions=3),
     Chunked(round_versions=1, dead_fraction=0),
+    Chunked(layout="2d", threshold=0.0),
+    Chunked(layout="2d", threshold=0.02),
+    Chunked(layout="2d", threshold=0.3),
 ]
 Tables = list[tuple[np.ndarray[Any, Any], ...]]
 

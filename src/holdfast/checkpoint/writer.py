@@ -116,7 +116,7 @@ class Writer:
         era = self.catalog.manifest.era(version.era)
         if era.decoded_groups() != self._groups or isinstance(self.strategy, Full):
             return False
-        if era.strategy != type(self.strategy).__name__:
+        if era.strategy != self._shard.layout_name:
             return False
         self._shard.resume(self.store, era)
         self._era = era.number
@@ -277,7 +277,7 @@ class Writer:
                 version=number, era=era, step=step, time=time.time(), baseline=baseline,
                 rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense, metadata=metadata,
             )  # fmt: skip
-            self.catalog.commit_version(version, self._groups, type(self.strategy).__name__, [change])
+            self.catalog.commit_version(version, self._groups, self._shard.layout_name, [change])
         except BaseException as error:
             log.warning("saving version %d to %s failed: %s", number, self.store.url, error)
             self.events.emit("checkpoint_failed", version=number, step=step, error=str(error))
