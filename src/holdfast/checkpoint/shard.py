@@ -49,7 +49,7 @@ class Shard:
         self._files = FileWriter(number, groups)
         self._rearranger: Rearranger | None = None
         if isinstance(strategy, Chunked):
-            layout = {"rounds": Rounds, "2d": TwoD}[strategy.layout]
+            layout: type[Rounds | TwoD] = TwoD if strategy.layout == "2d" else Rounds
             self._rearranger = layout(self.groups, strategy, self._files)
 
     @property

@@ -62,15 +62,11 @@ class TwoD:
         for name in change.removed:
             del self._files[name]
         self._files.update((entry.name, entry) for entry in (*change.updated, *change.added))
-        ids = _ids_of_chunks(change.files)
-        chunks = [_chunk(places, np.concatenate(parts)) for places, parts in ids]
+        written = [(_chunk(places, ids), ids) for places, ids in _chunks_of(change.files)]
         if change.kind == "increment":
             self.chunks = self.chunks.with_column(change.version)
-            self._new = (
-                change.version,
-                {chunk.group: np.concatenate(parts) for chunk, (_, parts) in zip(chunks, ids, strict=True)},
-            )
-        self.chunks = self.chunks.with_chunks(chunks, without=gone)
+            self._new = change.version, {chunk.group: ids for chunk, ids in written}
+        self.chunks = self.chunks.with_chunks((chunk for chunk, _ in written), without=gone)
 
     def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> Change | None:
         """Run the round of a version: compare its rows with row 0, and take out what it replaces."""
@@ -142,8 +138,8 @@ class TwoD:
                 if two_d.is_needed(chunk.born, version, kept_versions):
                     out += self._pieces(chunk, rows.take(np.flatnonzero(mask)), version)
             del records
-            for kind, pieces in (("live", left), ("history", out)):
-                files += self._writer.write(store, version, kind, pieces, file_bytes=2 * STEP_BYTES)
+            files += self._writer.write(store, version, "live", left, file_bytes=2 * STEP_BYTES)
+            files += self._writer.write(store, version, "history", out, file_bytes=2 * STEP_BYTES)
         return files
 
     def _pieces(self, chunk: Chunk, rows: Rows, died: int) -> list[NewPiece]:
@@ -213,8 +209,8 @@ class TwoD:
                 yield place, data[a:b], where
 
 
-def _ids_of_chunks(files: Sequence[Written]) -> list[tuple[list[Place], list[RowIds]]]:
-    """The chunks that were written to files: the places of each, and the ids at each place."""
+def _chunks_of(files: Sequence[Written]) -> list[tuple[list[Place], RowIds]]:
+    """The chunks that were written to files: places and ids of each."""
     found: dict[Key, tuple[list[Place], list[RowIds]]] = {}
     for file in files:
         for number, (piece, content) in enumerate(zip(file.pieces, file.contents, strict=True)):
@@ -222,7 +218,7 @@ def _ids_of_chunks(files: Sequence[Written]) -> list[tuple[list[Place], list[Row
             places, ids = found.setdefault(key, ([], []))
             places.append(Place(file.entry.name, number, piece))
             ids.append(content.rows.ids)
-    return list(found.values())
+    return [(places, np.concatenate(ids)) for places, ids in found.values()]
 
 
 def _chunk(places: Sequence[Place], ids: RowIds | None) -> Chunk:
