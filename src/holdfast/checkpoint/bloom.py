@@ -1,7 +1,7 @@
 """A small set of row ids that may say yes wrongly and never no: a Bloom filter.
 
 An id's bits lie within one cache line, so a question costs one miss at most. With 10 bits for each id,
-about 1.1 % of the ids that are not in the set are taken for members (0.8 % without the cache lines).
+about 1 % of the ids that are not in the set are taken for members (0.8 % without the cache lines).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.checkpoint.records import RowIds
 from holdfast.kernels import bloom_add, bloom_count
 
 BITS_PER_ID = 10
-FALSE_POSITIVES = 0.011
+FALSE_POSITIVES = 0.01
 """Expected share, for ids that are not in the set."""
 _PROBES = 7  # of 9 bits each, from one hash of 64
 _BLOCK_BITS = 512
