@@ -64,7 +64,7 @@ class Catalog:
 
     def next_version(self) -> int:
         """The number of the next version: never one that was used before."""
-        used = [v.version for v in self.manifest.versions]
+        used = [v.version for v in self.manifest.versions] + [self.manifest.last_version]
         used += [f.first_born for era in self.manifest.eras for f in era.files]
         return max(used, default=0) + 1
 
@@ -141,7 +141,8 @@ class Catalog:
         before = self.manifest
         trimmed = manifests.without_unneeded_files(eras, versions)
         number = self._last_number + 1
-        draft = Manifest(FORMAT, number, now, trimmed, list(versions))
+        last = max([before.last_version, *(v.version for v in (*before.versions, *versions))])
+        draft = Manifest(FORMAT, number, now, trimmed, list(versions), last_version=last)
         needed = draft.file_names()
         due = [
             name

@@ -100,6 +100,8 @@ class Manifest(Struct, frozen=True):
     versions: list[Version]
     retired: list[tuple[str, float]] = []
     """Files that this manifest no longer needs, and since when: deleted when nobody can be reading them."""
+    last_version: int = 0
+    """The highest number that a version ever had here; 0 if a writer that did not note it wrote this."""
 
     def era(self, number: int) -> Era:
         """An era by number."""

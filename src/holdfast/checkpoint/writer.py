@@ -113,6 +113,10 @@ class Writer:
         newest = self.catalog.newest
         if newest is None or newest != version:
             return False
+        if self.catalog.manifest.last_version > version.version:
+            # Later ones were deleted. Rows that they replaced may have been put away as such, and would be
+            # missing from a version that goes on without them.
+            return False
         era = self.catalog.manifest.era(version.era)
         if era.decoded_groups() != self._groups or isinstance(self.strategy, Full):
             return False
