@@ -102,7 +102,7 @@ class Shard:
         Reads which rows are in each of its files, not the rows. The era must have this shard's
         ``layout_name``.
         """
-        self.base = min(f.first_born for f in era.files if f.kind == "baseline")
+        self.base = era.number
         if self._rearranger is not None:
             self._rearranger.resume(store, era)
 

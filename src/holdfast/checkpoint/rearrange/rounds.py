@@ -77,7 +77,7 @@ class Rounds:
 
     def resume(self, store: Store, era: Era) -> None:
         """Take up an era. Reads which rows are in each of its files, not the rows."""
-        self.begin(min(f.first_born for f in era.files if f.kind == "baseline"))
+        self.begin(era.number)
         found: list[list[tuple[RowIds, NDArray[np.int32], int]]] = [[] for _ in self.groups]
         ordered = sorted((f for f in era.files if f.kind != "baseline"), key=lambda f: f.first_rank)
         for entry in ordered:
@@ -96,7 +96,8 @@ class Rounds:
 
     def live_bytes(self) -> int:
         """Bytes of the files that hold current records beyond the baseline."""
-        return sum(f.entry.bytes for f in self._files.values())
+        # A copy: the background may be tidying while the trainer asks.
+        return sum(f.entry.bytes for f in list(self._files.values()))
 
     def _find_deaths(self, group: int, parts: list[tuple[RowIds, NDArray[np.int32], int]]) -> None:
         """A record dies in the version in which the next one of its row is born."""
