@@ -244,3 +244,48 @@ def scatter_rows(addresses, firsts, words, ids, values, positions):
         while w < words:
             live[row, w] = values[p, w]
             w += 1
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _mixed(value):
+    """SplitMix64's last steps: every bit of the value moves every bit of the result."""
+    value ^= value >> np.uint64(30)
+    value *= np.uint64(0xBF58476D1CE4E5B9)
+    value ^= value >> np.uint64(27)
+    value *= np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def bloom_add(words, probes, ids):
+    """Put ids into a Bloom filter: ``probes`` bits for each, all in one block of eight 64-bit words."""
+    blocks = np.uint64(words.shape[0] >> 3)
+    for i in range(ids.shape[0]):
+        place = _mixed(np.uint64(ids[i]) + np.uint64(0x9E3779B97F4A7C15))
+        bits = _mixed(place + np.uint64(0x9E3779B97F4A7C15))
+        first = np.int64(((place >> np.uint64(32)) * blocks) >> np.uint64(32)) << 3
+        for _ in range(probes):
+            words[first + np.int64((bits >> np.uint64(6)) & np.uint64(7))] |= np.uint64(1) << (
+                bits & np.uint64(63)
+            )
+            bits >>= np.uint64(9)
+
+
+@njit(cache=True, nogil=True)
+def bloom_count(words, probes, ids):
+    """How many ids have all of their bits in the filter."""
+    blocks = np.uint64(words.shape[0] >> 3)
+    found = 0
+    for i in range(ids.shape[0]):
+        place = _mixed(np.uint64(ids[i]) + np.uint64(0x9E3779B97F4A7C15))
+        bits = _mixed(place + np.uint64(0x9E3779B97F4A7C15))
+        first = np.int64(((place >> np.uint64(32)) * blocks) >> np.uint64(32)) << 3
+        hit = True
+        for _ in range(probes):
+            word = words[first + np.int64((bits >> np.uint64(6)) & np.uint64(7))]
+            if (word >> (bits & np.uint64(63))) & np.uint64(1) == np.uint64(0):
+                hit = False
+                break
+            bits >>= np.uint64(9)
+        found += hit
+    return found

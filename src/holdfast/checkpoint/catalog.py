@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.bundles import Change
 from holdfast.checkpoint.manifest import EMPTY, FORMAT, Era, Manifest, Version
 from holdfast.checkpoint.records import Group
-from holdfast.checkpoint.shard import Change
 from holdfast.checkpoint.store import Store
 from holdfast.options import Policy
 
@@ -64,7 +64,7 @@ class Catalog:
 
     def next_version(self) -> int:
         """The number of the next version: never one that was used before."""
-        used = [v.version for v in self.manifest.versions]
+        used = [v.version for v in self.manifest.versions] + [self.manifest.last_version]
         used += [f.first_born for era in self.manifest.eras for f in era.files]
         return max(used, default=0) + 1
 
@@ -102,10 +102,12 @@ class Catalog:
         changes = list(changes)
         removed = {name for change in changes for name in change.removed}
         added = [f for change in changes for f in change.added]
+        updated = {f.name: f for change in changes for f in change.updated}
         eras = []
         for era in self.manifest.eras:
             if era.number == era_number:
-                files = [*(f for f in era.files if f.name not in removed), *added]
+                stay = [updated.get(f.name, f) for f in era.files if f.name not in removed]
+                files = [*stay, *added]
                 eras.append(msgspec.structs.replace(era, files=files))
             else:
                 eras.append(era)
@@ -141,7 +143,8 @@ class Catalog:
         before = self.manifest
         trimmed = manifests.without_unneeded_files(eras, versions)
         number = self._last_number + 1
-        draft = Manifest(FORMAT, number, now, trimmed, list(versions))
+        last = max([before.last_version, *(v.version for v in (*before.versions, *versions))])
+        draft = Manifest(FORMAT, number, now, trimmed, list(versions), last_version=last)
         needed = draft.file_names()
         due = [
             name

@@ -31,7 +31,7 @@ _NAME = re.compile(r"manifests/(\d{10})\.json")
 FileKind = Literal["baseline", "increment", "live", "history"]
 
 
-class FileEntry(Struct, frozen=True):
+class FileEntry(Struct, frozen=True, omit_defaults=True):
     """A chunk file, and which versions of its era need it: ``first_born <= version < last_died``."""
 
     name: str
@@ -44,6 +44,9 @@ class FileEntry(Struct, frozen=True):
     first_born: int
     last_died: int
     rows: int
+    dead_pieces: tuple[int, ...] = ()
+    """Numbers of pieces that no version reads from this file any more, ascending: their records have been
+    moved to other files, or belong to no version that was kept."""
 
 
 class DenseEntry(Struct, frozen=True):
@@ -97,6 +100,8 @@ class Manifest(Struct, frozen=True):
     versions: list[Version]
     retired: list[tuple[str, float]] = []
     """Files that this manifest no longer needs, and since when: deleted when nobody can be reading them."""
+    last_version: int = 0
+    """The highest number that a version ever had here; 0 if a writer that did not note it wrote this."""
 
     def era(self, number: int) -> Era:
         """An era by number."""

@@ -1,11 +1,13 @@
 """Reading a version: which pieces it needs, in which order, as few and as long reads as possible.
 
 The main path is ``VersionReader.read_rows``: a thread reads and checks the next stretch of a file while
-this one decodes the last and hands its rows to whoever restores.
+this one decodes the last and hands its rows to whoever restores. Only where files take turns, as bundles of
+several columns do, are they read as a whole before their rows are handed on.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,6 +64,9 @@ class OpenFile:
     entry: FileEntry
     reader: ObjectReader
     pieces: tuple[Piece, ...]
+    """Those that some version may need: the manifest says which are dead."""
+    numbers: tuple[int, ...]
+    """Which piece of the file each of them is."""
     where: str
 
     def read(self, pieces: Sequence[Piece], out: NDArray[np.uint8]) -> None:
@@ -88,7 +93,8 @@ def open_file(store: Store, entry: FileEntry, version: int | None = None) -> Ope
     except BaseException:
         reader.close()
         raise
-    return OpenFile(entry, reader, pieces, where)
+    numbers = tuple(sorted(set(range(len(pieces))) - set(entry.dead_pieces)))
+    return OpenFile(entry, reader, tuple(pieces[number] for number in numbers), numbers, where)
 
 
 class VersionReader:
@@ -152,9 +158,8 @@ class VersionReader:
         ``baseline=False`` leaves out the rows of the era's full version: only what changed since.
         ``on_progress`` is told how many bytes have been handed on.
         """
-        pieces = self.pieces(baseline=baseline)
         done = 0
-        for decoded in self._decode(_stretches(pieces)):
+        for decoded in self._in_order(self.pieces(baseline=baseline)):
             if isinstance(sink, RowLoader):  # takes the records that it needs out of the piece itself
                 sink.load(decoded, self.version.version)
             else:
@@ -174,7 +179,21 @@ class VersionReader:
         """How many bytes ``read_rows`` reads."""
         return sum(piece.length for _, piece in self.pieces())
 
-    def _decode(self, stretches: Iterator[Stretch]) -> Iterator[DecodedPiece]:
+    def _in_order(self, pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[DecodedPiece]:
+        """Pieces by ascending rank, read in long stretches."""
+        for interleaved, batch in _batches(pieces):
+            if not interleaved:
+                yield from self._decode(_stretches(batch))
+                continue
+            # By rank, every read would be of another file. By file they are long, if all of it is in memory
+            # before any is handed on.
+            whole = list(self._decode(_stretches(batch, by_file=True), reuse=False))
+            whole.sort(key=lambda decoded: decoded.piece.rank, reverse=True)
+            while whole:
+                yield whole.pop()
+
+    def _decode(self, stretches: Iterator[Stretch], *, reuse: bool = True) -> Iterator[DecodedPiece]:
+        """Decode in the order of reading. With ``reuse`` a piece is valid until the next one is asked for."""
         free: list[NDArray[np.uint8]] = []
         under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[list[DecodedPiece]]]] = deque()
 
@@ -183,15 +202,15 @@ class VersionReader:
             yield from future.result()
             self.bytes_read += stretch.bytes
             self.pieces_read += len(stretch.pieces)
-            if len(buffer) == STRETCH_BYTES:
+            if reuse and len(buffer) == STRETCH_BYTES:
                 free.append(buffer)  # its rows have been handed on
 
         with ThreadPoolExecutor(1, "holdfast-read") as pool:
             try:
                 for stretch in stretches:
                     size = stretch.bytes
-                    reusable = free and size <= STRETCH_BYTES
-                    buffer = free.pop() if reusable else np.empty(max(size, STRETCH_BYTES), np.uint8)
+                    least = STRETCH_BYTES if reuse else 0
+                    buffer = free.pop() if free and size <= least else np.empty(max(size, least), np.uint8)
                     future = pool.submit(_read_stretch, stretch, self.groups, buffer[:size])
                     under_way.append((stretch, buffer, future))
                     if len(under_way) > _AHEAD:
@@ -261,13 +280,44 @@ def _read_stretch(stretch: Stretch, groups: Sequence[Group], buffer: NDArray[np.
     return decoded
 
 
-def _stretches(pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[Stretch]:
-    """Neighbouring pieces of a file together, up to a limit, in an order that keeps ranks ascending."""
+def _batches(
+    pieces: Sequence[tuple[OpenFile, Piece]],
+) -> Iterator[tuple[bool, list[tuple[OpenFile, Piece]]]]:
+    """Pieces by ascending rank, in as few batches as can be; whether several files take turns in it.
+
+    They do where one file has ranks between those of another.
+    """
+    by_file: dict[str, list[tuple[OpenFile, Piece]]] = {}
+    for pair in pieces:
+        by_file.setdefault(pair[0].entry.name, []).append(pair)
+    spans = sorted(
+        (min(piece.rank for _, piece in mine), max(piece.rank for _, piece in mine), name)
+        for name, mine in by_file.items()
+    )
+    clusters: list[list[str]] = []
+    highest = -1
+    for low, high, name in spans:
+        if low < highest:
+            clusters[-1].append(name)
+        else:
+            clusters.append([name])
+        highest = max(highest, high)
+    for interleaved, together in itertools.groupby(clusters, key=lambda names: len(names) > 1):
+        yield interleaved, [pair for names in together for name in names for pair in by_file[name]]
+
+
+def _stretches(pieces: Sequence[tuple[OpenFile, Piece]], *, by_file: bool = False) -> Iterator[Stretch]:
+    """Neighbouring pieces of a file together, up to a limit, in an order that keeps ranks ascending.
+
+    ``by_file`` gives up that order for fewer stretches.
+    """
     gathered: list[Piece] = []
     size = 0
     file: OpenFile | None = None
     # Among pieces of equal rank the order is free: by place, so that neighbours meet.
-    for next_file, piece in sorted(pieces, key=lambda p: (p[1].rank, p[0].entry.name, p[1].offset)):
+    for next_file, piece in sorted(
+        pieces, key=lambda p: (0 if by_file else p[1].rank, p[0].entry.name, p[1].offset)
+    ):
         if file is not None and (next_file is not file or size + piece.length > STRETCH_BYTES):
             yield Stretch(file, tuple(gathered))
             gathered, size = [], 0

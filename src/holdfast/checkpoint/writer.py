@@ -113,10 +113,14 @@ class Writer:
         newest = self.catalog.newest
         if newest is None or newest != version:
             return False
+        if self.catalog.manifest.last_version > version.version:
+            # Later ones were deleted. Rows that they replaced may have been put away as such, and would be
+            # missing from a version that goes on without them.
+            return False
         era = self.catalog.manifest.era(version.era)
         if era.decoded_groups() != self._groups or isinstance(self.strategy, Full):
             return False
-        if era.strategy != type(self.strategy).__name__:
+        if era.strategy != self._shard.layout_name:
             return False
         self._shard.resume(self.store, era)
         self._era = era.number
@@ -280,7 +284,7 @@ class Writer:
                 version=number, era=era, step=step, time=time.time(), baseline=baseline,
                 rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense, metadata=metadata,
             )  # fmt: skip
-            self.catalog.commit_version(version, self._groups, type(self.strategy).__name__, [change])
+            self.catalog.commit_version(version, self._groups, self._shard.layout_name, [change])
         except BaseException as error:
             log.warning("saving version %d to %s failed: %s", number, self.store.url, error)
             self.events.emit("checkpoint_failed", version=number, step=step, error=str(error))
