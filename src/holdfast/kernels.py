@@ -91,7 +91,7 @@ def marked_rows(bits, out):
 
 _AHEAD = 12
 _BLOCK = 128  # gaps that share one Rice parameter
-_LARGEST_PARAMETER = 40
+_LARGEST_PARAMETER = 48  # gaps of up to 2**48; a word has 57 bits of the stream at least
 
 
 def gaps_bound(count, span):
@@ -154,10 +154,11 @@ def encode_gaps(ids, least, out):
 
 
 @njit(cache=True, nogil=True)
-def decode_gaps(data, first, least, ids):
+def decode_gaps(data, first, last, least, ids):
     """Undo ``encode_gaps``; False if the data end too early or say what no encoder says.
 
-    ``data`` must have 8 bytes more than were encoded: a word is read at any byte.
+    Whatever the data are, ids never descend and never leave ``first`` to ``last``, which lie within 0 to
+    2**62. ``data`` must have 8 bytes more than were encoded: a word is read at any byte.
     """
     address = data.ctypes.data
     limit = (data.shape[0] - 8) * 8
@@ -183,8 +184,11 @@ def decode_gaps(data, first, least, ids):
             at += ones + 1
             low = np.int64(_word(address, at, limit) & mask)
             at += k
+            # Before the shift, which could wrap around and let ids descend.
+            if at > limit or quotient > (last - value) >> k:
+                return False
             value += (quotient << k) + low + least
-            if at > limit or value < 0:
+            if value > last:
                 return False
             ids[i] = value
     return True

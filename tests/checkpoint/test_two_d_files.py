@@ -26,7 +26,7 @@ from holdfast.checkpoint.strategies import two_d
 from holdfast.errors import StoreError
 from holdfast.options import Chunked, Policy
 from holdfast.testing.crash import Journal, RecordingFiles, crash_states, materialise
-from tests.checkpoint.test_versions import Trainer, check_all, restored, same
+from tests.checkpoint.test_versions import GROUPS, Trainer, check_all, restored, same
 
 
 def trainer_in(place: Path, threshold: float, seed: int = 0, **policy: Any) -> Trainer:
@@ -89,8 +89,8 @@ class TestSection44:
             trainer.save(trainer.train())
         assert any(f.dead_pieces for f in files(trainer))
         for entry in files(trainer):
-            with open_file(trainer.store, entry).reader:
-                assert open_file(trainer.store, entry).pieces, "not one that is needed"
+            with open_file(trainer.store, entry, GROUPS).reader:
+                assert open_file(trainer.store, entry, GROUPS).pieces, "not one that is needed"
 
 
 def test_files_are_half_alive_at_least(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_files_are_half_alive_at_least(tmp_path: Path) -> None:
         trainer.save(trainer.train())
         if step:
             for entry in files(trainer):
-                opened = open_file(trainer.store, entry)
+                opened = open_file(trainer.store, entry, GROUPS)
                 opened.reader.close()
                 live = sum(piece.length for piece in opened.pieces)
                 assert live >= two_d.LEAST_LIVE_FRACTION * (entry.bytes - entry.header_bytes)

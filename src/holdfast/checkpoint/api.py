@@ -20,12 +20,14 @@ import contextlib
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
@@ -36,7 +38,14 @@ from holdfast.checkpoint.restore import RowLoader, VersionReader, find_version, 
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.torch_state import TrainingObjects
 from holdfast.checkpoint.writer import SaveReport, Writer
-from holdfast.errors import CheckpointError, ConfigError, CorruptCheckpoint, NoSuchVersion, StoreError
+from holdfast.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    HoldfastError,
+    NoSuchVersion,
+    StoreError,
+)
 from holdfast.events import EventLog
 from holdfast.options import Policy
 
@@ -59,6 +68,9 @@ class Checkpointer:
     rows change is tracked through their forward passes. Call ``mark`` if you change rows in another way.
     Errors of saves in the background are raised by the next call as SaveFailed; training may go on, the
     rows are in the next save.
+
+    A process that is forked off, such as a loader's worker, has no part in it: the lock and the saves stay
+    with the process that made it, and ``save`` elsewhere raises StoreLocked.
     """
 
     def __init__(
@@ -86,12 +98,15 @@ class Checkpointer:
             self._cleanup.close()
             raise
         self._captured_before = False
+        # Who forgets to close it gets what is under way written all the same, and the lock freed.
+        self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, os.getpid())
         self._last_step: int | None = None
         self._last_save_step: int | None = None
         self._last_save_time = time.monotonic()
 
     def step(self, step: int, metadata: dict[str, Any] | None = None) -> int | None:
         """Say that a step is done; saves if the policy says so. The version that was begun, or None."""
+        self._check_open()
         self._writer.collect()
         self._last_step = step
         if self._last_save_step is None:
@@ -109,16 +124,18 @@ class Checkpointer:
         ``metadata`` is any JSON-like value to keep with the version. Returns None if a save is under way
         and the policy says to skip.
         """
+        self._check_open()
         if step is None:
             step = self._last_step if self._last_step is not None else 0
         self._lock.renew()
+        if self._writer.skips(step):
+            return None
         self._bind()
         for table in self._objects.tables_with_unseen_changes():
             self._writer.tracker.mark_table(table)
         version = self._writer.save(step, self._capture_dense, metadata or {})
-        if version is not None:
-            self._last_step = self._last_save_step = step
-            self._last_save_time = time.monotonic()
+        self._last_step = self._last_save_step = step
+        self._last_save_time = time.monotonic()
         return version
 
     def restore(self, version: int | None = None) -> int:
@@ -127,8 +144,13 @@ class Checkpointer:
         Without a version: the newest one that can be read whole; every newer one that cannot is named in
         the log. Returns 0 if nothing has been saved yet. Loaders must not have been iterated yet.
         """
+        self._check_open()
         self.wait()
-        manifest = read_newest(self.store)
+        complaints: list[str] = []
+        manifest = read_newest(self.store, complaints)
+        for complaint in complaints:
+            log.warning("%s: an older manifest is used: %s", self.store.url, complaint)
+            self.events.emit("checkpoint_damaged", version=None, error=complaint)
         if not manifest.versions and version is None:
             return 0
         if version is not None:
@@ -156,13 +178,14 @@ class Checkpointer:
 
     def mark(self, table: str, rows: Any = None) -> None:
         """Say that rows of a table were changed other than by training; all of them without ``rows``."""
+        self._check_open()
         if table not in self._objects.tables:
             raise ConfigError(f"there is no table {table!r}: there are {', '.join(self._objects.tables)}")
         if rows is None:
             self._writer.tracker.mark_table(table)
         else:
-            ids = np.ascontiguousarray(rows, np.int64).reshape(-1)
-            self._writer.tracker.mark(table, ids)
+            count = len(self._objects.tables[table].weight)
+            self._writer.tracker.mark(table, _row_ids(rows, table, count))
 
     def wait(self) -> None:
         """Return when everything that was saved is durable."""
@@ -174,7 +197,12 @@ class Checkpointer:
         return list(self._writer.reports)
 
     def close(self) -> None:
-        """Finish saves under way and let go of the store. Called by the ``with`` statement."""
+        """Finish saves under way and let go of the store. Called by the ``with`` statement.
+
+        Closing twice is fine. A process that was forked off has no part in it and need not close it.
+        """
+        if self._closing.detach() is None:
+            return
         try:
             self._writer.close()
         finally:
@@ -194,6 +222,10 @@ class Checkpointer:
             self.close()
         except CheckpointError as second:
             log.warning("closing %s: %s", self.store.url, second)
+
+    def _check_open(self) -> None:
+        if not self._closing.alive:
+            raise CheckpointError(f"this Checkpointer of {self.store.url} is closed: make a new one")
 
     def _bind(self) -> None:
         """Optimizers make their state when they first step: look at the layout before each save."""
@@ -217,6 +249,8 @@ class Checkpointer:
             objects.check_dense(tree)
             objects.prepare(reader.groups)
             text = f"restoring version {version.version}"
+            # From here on the tables are not what the newest version and the marks say.
+            self._writer.begin_anew()
             try:
                 with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
                     reader.read_rows(RowLoader(reader.groups, objects.fields), on_progress=on_progress)
@@ -239,16 +273,40 @@ class Checkpointer:
         """Mark rows where they are looked up."""
         for name, table in self._objects.tables.items():
             for module in table.modules:
-                handle = module.register_forward_pre_hook(self._marker(name))
+                handle = module.register_forward_pre_hook(_marker(name, self._writer), with_kwargs=True)
                 self._cleanup.callback(handle.remove)
 
-    def _marker(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def mark(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            # With max_norm even a lookup without gradients changes rows.
-            if inputs and (torch.is_grad_enabled() or module.max_norm is not None):
-                ids = inputs[0].detach().reshape(-1)
-                self._writer.tracker.mark(
-                    name, ids.numpy() if ids.dtype == torch.int64 else ids.long().numpy()
-                )
 
-        return mark
+def _row_ids(rows: Any, table: str, count: int) -> NDArray[np.int64]:
+    ids = np.asarray(rows).reshape(-1)
+    if len(ids) and ids.dtype.kind not in "iu":
+        raise ConfigError(f"rows of {table} are {ids.dtype}: expected their numbers; mask.nonzero() has them")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise ConfigError(f"rows {ids.min()} to {ids.max()} of {table}: expected 0 to {count - 1}")
+    return np.ascontiguousarray(ids, np.int64)
+
+
+def _marker(name: str, writer: Writer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """A hook that knows the writer only: a model must not keep a forgotten Checkpointer alive."""
+
+    def mark(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found = inputs[0] if inputs else named.get("input")
+        # With max_norm even a lookup without gradients changes rows.
+        if isinstance(found, torch.Tensor) and (torch.is_grad_enabled() or module.max_norm is not None):
+            ids = found.detach().reshape(-1)
+            writer.tracker.mark(name, ids.numpy() if ids.dtype == torch.int64 else ids.long().numpy())
+
+    return mark
+
+
+def _close_forgotten(writer: Writer, cleanup: contextlib.ExitStack, pid: int) -> None:
+    """When a Checkpointer is gone that nobody closed, or the program ends before it does."""
+    if os.getpid() != pid:
+        return  # a process that was forked off: thread and lock are its parent's
+    log.warning("the Checkpointer of %s was not closed: use it in a with statement", writer.store.url)
+    try:
+        writer.close()
+    except HoldfastError as error:
+        log.warning("closing %s: %s", writer.store.url, error)
+    finally:
+        cleanup.close()

@@ -16,7 +16,7 @@ class Background:
         self._name = name
         self._condition = threading.Condition()
         self._waiting: Callable[[], None] | None = None
-        self._running = False
+        self._running: Callable[[], None] | None = None
         self._closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -24,19 +24,28 @@ class Background:
     def submit(self, job: Callable[[], None]) -> None:
         """Hand over a job; waits while another one is waiting already."""
         with self._condition:
-            self._condition.wait_for(lambda: self._waiting is None)
+            self._condition.wait_for(lambda: self._waiting is None or self._closed)
             if self._closed:
-                raise RuntimeError("closed")
-            self._waiting = job
+                raise RuntimeError(f"{self._name} is closed and takes no more jobs")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()  # before the job is noted: without a thread nobody would ever do it
+                self._thread = thread
+            self._waiting = job
             self._condition.notify_all()
+
+    def withdraw(self, job: Callable[[], None]) -> bool:
+        """Take a job back; False if it is being done."""
+        with self._condition:
+            if self._waiting is job:
+                self._waiting = None
+                self._condition.notify_all()
+            return self._running is not job
 
     def wait(self) -> None:
         """Return when nothing is running or waiting."""
         with self._condition:
-            self._condition.wait_for(lambda: self._waiting is None and not self._running)
+            self._condition.wait_for(lambda: self._waiting is None and self._running is None)
 
     def raise_error(self) -> None:
         """Raise what the last failed job raised, once."""
@@ -46,12 +55,13 @@ class Background:
             raise error
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread."""
+        """Finish what was submitted and end the thread; closing twice is fine."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
             thread = self._thread
-        if thread is not None:
+        # The collector of garbage may close it from the thread itself.
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _run(self) -> None:
@@ -61,7 +71,7 @@ class Background:
                 job, self._waiting = self._waiting, None
                 if job is None:
                     return
-                self._running = True
+                self._running = job
                 self._condition.notify_all()
             try:
                 job()
@@ -71,5 +81,5 @@ class Background:
             finally:
                 del job  # it may hold a snapshot of gigabytes
                 with self._condition:
-                    self._running = False
+                    self._running = None
                     self._condition.notify_all()

@@ -122,9 +122,9 @@ class FileWriter:
         return Written(entry, encoded.pieces, pieces)
 
 
-def read_indexes(store: Store, entry: FileEntry) -> Iterator[tuple[int, Index]]:
+def read_indexes(store: Store, entry: FileEntry, groups: Sequence[Group]) -> Iterator[tuple[int, Index]]:
     """Which rows are in a file: (group, index) of each of its pieces that is still needed."""
-    opened = open_file(store, entry)
+    opened = open_file(store, entry, groups)
     with opened.reader:
         for piece in opened.pieces:
             data = np.empty(piece.index_length, np.uint8)

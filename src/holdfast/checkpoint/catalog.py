@@ -6,6 +6,7 @@ before its manifest is published, and nothing is deleted before that manifest, a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 
@@ -13,14 +14,17 @@ import msgspec
 
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.bundles import Change
-from holdfast.checkpoint.manifest import EMPTY, FORMAT, Era, Manifest, Version
+from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, Manifest, Version
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import Store
+from holdfast.errors import AlreadyExists
 from holdfast.options import Policy
+
+log = logging.getLogger("holdfast.checkpoint")
 
 # An object store cannot keep an open file for a restore that is under way: it gets this long.
 _REMOTE_DELETION_DELAY_SECONDS = 600.0
-_DATA_FOLDERS = ("chunks/", "dense/")
 
 
 class Catalog:
@@ -29,15 +33,20 @@ class Catalog:
     Attributes:
         manifest: what stands in the store.
         complaints: what was wrong with newer manifests that had to be passed over.
+        problem: why files that no version needs could not be deleted, when that was tried last.
     """
 
     def __init__(self, store: Store, policy: Policy) -> None:
         self.store = store
         self.policy = policy
         self.complaints: list[str] = []
+        self.problem: BaseException | None = None
         self.manifest: Manifest = manifests.read_newest(store, self.complaints)
         existing = manifests.numbers(store)
+        self._stored = set(existing)
         self._last_number = existing[0] if existing else 0
+        self._attempts: set[str] = set()
+        self._undeleted: list[str] = []
         self._previous = self._read_previous(existing)
         self.deletion_delay_seconds = (
             policy.deletion_delay_seconds
@@ -64,21 +73,25 @@ class Catalog:
 
     def next_version(self) -> int:
         """The number of the next version: never one that was used before."""
-        used = [v.version for v in self.manifest.versions] + [self.manifest.last_version]
-        used += [f.first_born for era in self.manifest.eras for f in era.files]
-        return max(used, default=0) + 1
+        used = [v.version for v in self.manifest.versions]
+        return max([*used, self.manifest.last_version]) + 1
 
-    def delete_leftovers(self) -> list[str]:
-        """Delete files that no manifest names: what writers that died have left behind.
+    def delete_leftovers(self, *, of_others: bool = True) -> list[str]:
+        """Delete files that no manifest names: what writers that died, or failed saves, have left behind.
 
-        Does nothing if a manifest was damaged: what it named may be all that is left of a version.
+        Does nothing if a manifest was damaged: what it named may be all that is left of a version. Nor if
+        one may have been published without our knowing. ``of_others``: not only of this writer.
         """
-        if self.complaints:
+        if self.complaints or self._attempts:
             return []
         named = self.manifest.file_names() | self._previous.file_names()
         named |= {name for name, _ in self.manifest.retired}
-        found = [info.name for folder in _DATA_FOLDERS for info in self.store.list(folder)]
+        found = [info.name for folder in DATA_FOLDERS for info in self.store.list(folder)]
         leftovers = [name for name in found if name not in named]
+        if leftovers and of_others:
+            # A writer that lost its lease may be asleep with these files written and its manifest not yet
+            # published. Taking that manifest's number first makes sure that it never will be.
+            self._publish(self.manifest.eras, self.manifest.versions)
         if leftovers:
             self.store.delete(leftovers)
         return leftovers
@@ -112,11 +125,19 @@ class Catalog:
             else:
                 eras.append(era)
         self._publish(eras, self.manifest.versions)
-        # Once more, so that the manifest before the newest does not need the replaced files either.
+
+    def free_replaced(self) -> None:
+        """Publish the same once more, so that the manifest before it does not need replaced files either.
+
+        They are deleted with it, rather than with the next version.
+        """
         self._publish(self.manifest.eras, self.manifest.versions)
 
     def delete_versions(self, numbers: Iterable[int]) -> None:
-        """Make versions cease to exist, and delete what only they needed."""
+        """Make versions cease to exist, and delete what only they needed.
+
+        A shard that has written the newest version cannot go on when that is among them: resume it.
+        """
         gone = set(numbers)
         self._publish(self.manifest.eras, [v for v in self.manifest.versions if v.version not in gone])
 
@@ -142,9 +163,8 @@ class Catalog:
         now = time.time()
         before = self.manifest
         trimmed = manifests.without_unneeded_files(eras, versions)
-        number = self._last_number + 1
-        last = max([before.last_version, *(v.version for v in (*before.versions, *versions))])
-        draft = Manifest(FORMAT, number, now, trimmed, list(versions), last_version=last)
+        last_version = max([before.last_version, *(v.version for v in versions)])
+        draft = Manifest(FORMAT, 0, now, trimmed, list(versions), last_version=last_version)
         needed = draft.file_names()
         due = [
             name
@@ -153,10 +173,53 @@ class Catalog:
         ]
         retired = [(n, since) for n, since in before.retired if n not in needed and n not in set(due)]
         retired += [(n, now) for n in sorted(before.file_names() - needed)]
-        complete = msgspec.structs.replace(draft, retired=retired)
-        # The manifest comes last: whoever sees it may rely on every file that it names.
-        self.store.publish(manifests.name_of(number), manifests.encode(complete))
-        self._previous, self.manifest, self._last_number = before, complete, number
+        complete = self._publish_next(msgspec.structs.replace(draft, retired=retired))
+        self._previous, self.manifest = before, complete
         # Only now, and only what neither this manifest nor the one before it names.
-        outdated = [manifests.name_of(n) for n in range(max(1, number - 3), number - 1)]
-        self.store.delete([*outdated, *due])
+        self._delete_outdated(before.number, due)
+
+    def _publish_next(self, draft: Manifest) -> Manifest:
+        """Publish a manifest under the next number that is free."""
+        while True:
+            number = self._last_number + 1
+            complete = msgspec.structs.replace(draft, number=number)
+            data = manifests.encode(complete)
+            taken = False
+            try:
+                # The manifest comes last: whoever sees it may rely on every file that it names.
+                self.store.publish(manifests.name_of(number), data)
+            except AlreadyExists:
+                if not self._is_failed_attempt(number):
+                    raise
+                taken = True  # whoever waited for it was told that it failed, and so it did
+            except BaseException:
+                # It may exist all the same: an answer was lost, or it could not be taken away again.
+                self._attempts.add(checksum(data))
+                raise
+            self._stored.add(number)
+            self._last_number = number
+            if not taken:
+                self._attempts.clear()
+                return complete
+
+    def _is_failed_attempt(self, number: int) -> bool:
+        """Whether the manifest of this number is one that this writer believed it had not published."""
+        if not self._attempts:
+            return False
+        with self.store.open(manifests.name_of(number)) as reader:
+            return checksum(reader.read()) in self._attempts
+
+    def _delete_outdated(self, before: int, due: Iterable[str]) -> None:
+        """Delete what nobody needs; what cannot be is tried again next time, and by the next writer."""
+        outdated = sorted(n for n in self._stored if n < before)
+        names = [*map(manifests.name_of, outdated), *self._undeleted, *due]
+        try:
+            self.store.delete(names)
+        except BaseException as error:
+            # The manifest stands all the same: whoever waits for it must not be told that it failed.
+            log.warning("files of %s that no version needs cannot be deleted: %r", self.store.url, error)
+            self.problem = error
+            self._undeleted = names[len(outdated) :]
+            return
+        self._stored.difference_update(outdated)
+        self._undeleted = []

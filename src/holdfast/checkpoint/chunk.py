@@ -26,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.ids import decode_ids, encode_ids
-from holdfast.checkpoint.records import Field, Rows
+from holdfast.checkpoint.records import Field, Group, Rows
 from holdfast.errors import CorruptCheckpoint
 
 OPEN = 2**31 - 1
@@ -192,8 +192,44 @@ def decode_header(data: bytes, where: str) -> tuple[Piece, ...]:
         if metadata["holdfast"] != FORMAT:
             raise ValueError(f"format {metadata['holdfast']}, expected {FORMAT}")
         return tuple(_unpack(values) for values in json.loads(metadata["pieces"]))
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpoint(f"{where} is not a chunk file of Holdfast: {error}") from None
+
+
+def check_layout(pieces: Sequence[Piece], groups: Sequence[Group], data_bytes: int, where: str) -> None:
+    """Raise CorruptCheckpoint unless these pieces can be all of a file with ``data_bytes`` behind its header.
+
+    Row ids become memory addresses and sizes become allocations: none is used before it was here.
+    """
+    at = 0
+    for piece in pieces:
+        problem = _problem(piece, groups)
+        if not problem and piece.offset != at:
+            problem = f"it is at byte {piece.offset}, expected {at}"
+        if problem:
+            raise CorruptCheckpoint(f"{where} has a piece that cannot be: {problem}")
+        at += piece.length
+    if at != data_bytes:
+        raise CorruptCheckpoint(f"{where} has {data_bytes} bytes of pieces, expected {at}")
+
+
+def _problem(piece: Piece, groups: Sequence[Group]) -> str | None:
+    if piece.group >= len(groups):
+        return f"group {piece.group} of {len(groups)}"
+    group, rows = groups[piece.group], piece.rows
+    fields = tuple(f.bytes * rows for f in group.fields)
+    if len(piece.lengths) != _FIRST_FIELD + len(fields) + 1 or piece.lengths[_FIRST_FIELD:-1] != fields:
+        return f"fields of {piece.lengths[_FIRST_FIELD:-1]} bytes, expected {fields}"
+    if piece.index_length % 8 or piece.length % 8:
+        return "its arrays do not begin at whole words"
+    # A row that has lived several times is in it as often, never more often than there are versions.
+    most = (piece.last_id - piece.first_id + 1) * (piece.last_born - piece.first_born + 1)
+    if rows > most or (rows and not 0 <= piece.first_id <= piece.last_id < group.rows):
+        return f"{rows} rows from {piece.first_id} to {piece.last_id} of {group.rows}"
+    versions = (piece.first_born, piece.last_born), (piece.first_died, piece.last_died)
+    if piece.rank > LAST or any(not 0 <= low <= high <= OPEN for low, high in versions):
+        return f"versions {versions}, rank {piece.rank}"
+    return None
 
 
 def check_piece(piece: Piece, data: NDArray[np.uint8], where: str) -> None:
@@ -237,10 +273,10 @@ def decode_piece(piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field],
 def _decode_versions(data: NDArray[np.uint8], rows: int, low: int, where: str) -> NDArray[np.int32] | int:
     if not len(data):
         return low
-    size = len(data) // rows
+    size = len(data) // max(rows, 1)
     if size not in (1, 2, 4) or size * rows != len(data):
         raise CorruptCheckpoint(f"{where}: {len(data)} bytes of versions for {rows} rows")
-    return data.view(f"<u{size}").astype(np.int32) + np.int32(low)
+    return (data.view(f"<u{size}").astype(np.int64) + low).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,12 +317,14 @@ def _pack(piece: Piece) -> list[Any]:
 
 def _unpack(values: list[Any]) -> Piece:
     *numbers, encoding, first_id, last_id, offset, lengths, index_check, fields_check = values
-    group, rank, rows, first_born, last_born, first_died, last_died = map(int, numbers)
-    sizes = tuple(map(int, lengths))
-    if min((group, rows, int(offset), *sizes)) < 0 or len(sizes) <= _FIRST_FIELD:
+    group, rank, rows, first_born, last_born, first_died, last_died = numbers
+    sizes = tuple(lengths)
+    whole = (*numbers, first_id, last_id, offset, *sizes)
+    if any(type(n) is not int or not -1 <= n < 1 << 62 for n in whole):
+        raise ValueError("a piece has a number that cannot be")
+    if min((group, rank, rows, offset, *sizes)) < 0 or len(sizes) <= _FIRST_FIELD:
         raise ValueError("a piece has a size that cannot be")
     return Piece(
         group, rank, rows, first_born, last_born, first_died, last_died,
-        str(encoding), int(first_id), int(last_id), int(offset), sizes,
-        str(index_check), str(fields_check),
+        str(encoding), first_id, last_id, offset, sizes, str(index_check), str(fields_check),
     )  # fmt: skip

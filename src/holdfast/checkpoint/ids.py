@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.records import RowIds
+from holdfast.checkpoint.records import MOST_ROWS, RowIds
 from holdfast.errors import CorruptCheckpoint
 from holdfast.kernels import decode_gaps, encode_gaps, gaps_bound
 
@@ -40,6 +40,8 @@ def decode_ids(
     """The ids again, checked to be ``rows`` ascending ones from ``first`` to ``last``."""
     if rows == 0:
         return np.empty(0, np.int64)
+    if not 0 <= first <= last < MOST_ROWS:
+        raise CorruptCheckpoint(f"{where}: {rows} row ids from {first} to {last} cannot be")
     if encoding == "range":
         if last - first != rows - 1:
             raise CorruptCheckpoint(f"{where}: {rows} row ids from {first} to {last} are no range")
@@ -51,6 +53,6 @@ def decode_ids(
     ids = np.empty(rows, np.int64)
     padded = np.zeros(len(data) + 8, np.uint8)
     padded[: len(data)] = data
-    if not decode_gaps(padded, first, 1 if encoding == "rice" else 0, ids) or ids[-1] != last:
+    if not decode_gaps(padded, first, last, 1 if encoding == "rice" else 0, ids) or ids[-1] != last:
         raise CorruptCheckpoint(f"{where}: row ids are not what the header says")
     return ids

@@ -18,14 +18,17 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.chunk import OPEN, checksum
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.store.base import is_name
 from holdfast.errors import CorruptCheckpoint, ObjectMissing, StoreError
 
 FORMAT = 1
 FOLDER = "manifests/"
+DATA_FOLDERS = ("chunks/", "dense/")
 LARGEST_MANIFEST = 1 << 30
+_TRIES = 100
 _NAME = re.compile(r"manifests/(\d{10})\.json")
 
 FileKind = Literal["baseline", "increment", "live", "history"]
@@ -83,7 +86,11 @@ class Era(Struct, frozen=True):
 
     def decoded_groups(self) -> tuple[Group, ...]:
         """The groups as values."""
-        return tuple(Group.from_json(group) for group in self.groups)
+        groups = tuple(Group.from_json(group) for group in self.groups)
+        names = [table.name for group in groups for table in group.tables]
+        if len(set(names)) != len(names):
+            raise CorruptCheckpoint(f"a manifest has a table twice: {sorted(names)}")
+        return groups
 
     def files_of(self, version: int) -> list[FileEntry]:
         """The files that a version needs."""
@@ -101,10 +108,10 @@ class Manifest(Struct, frozen=True):
     retired: list[tuple[str, float]] = []
     """Files that this manifest no longer needs, and since when: deleted when nobody can be reading them."""
     last_version: int = 0
-    """The highest number that a version ever had here; 0 if a writer that did not note it wrote this."""
+    """The greatest number that any version has had, also of versions that are gone."""
 
     def era(self, number: int) -> Era:
-        """An era by number."""
+        """An era by number; a manifest that was read has one for each of its versions."""
         return next(era for era in self.eras if era.number == number)
 
     def file_names(self) -> set[str]:
@@ -136,11 +143,38 @@ def decode(data: bytes, where: str) -> Manifest:
         if checksum(body).encode() != data[13:45]:
             raise ValueError("its checksum does not match")
         manifest = msgspec.json.decode(body, type=Manifest)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError, OverflowError) as error:
         raise CorruptCheckpoint(f"{where} is damaged: {error}") from None
     if manifest.format != FORMAT:
         raise CorruptCheckpoint(f"{where} has format {manifest.format}; this Holdfast reads format {FORMAT}")
+    problem = _problem(manifest)
+    if problem:
+        raise CorruptCheckpoint(f"{where} cannot be right: {problem}")
     return manifest
+
+
+def _problem(manifest: Manifest) -> str | None:
+    """What no writer writes, whatever the checksum says: later on these numbers and names are trusted."""
+    eras = [era.number for era in manifest.eras]
+    if len(set(eras)) != len(eras):
+        return "two eras have one number"
+    known = set(eras)
+    if not 0 <= manifest.last_version < OPEN or not 0 <= manifest.number < 10**10:
+        return "its number or its last version cannot be"
+    last = 0
+    for version in manifest.versions:
+        if not last < version.version < OPEN or version.era not in known:
+            return f"version {version.version} of era {version.era} after version {last}"
+        last = version.version
+    for era in manifest.eras:
+        for f in era.files:
+            whole = (f.bytes, f.header_bytes, f.shard, f.first_rank, f.first_born, f.rows)
+            if not 0 <= min(whole) <= max(whole) < 1 << 62 or f.first_born > OPEN or f.last_died > OPEN:
+                return f"{f.name!r} has a number that cannot be"
+    names = manifest.file_names() | {name for name, _ in manifest.retired}
+    # Names are opened, and deleted when nobody needs them: only those that a writer chooses may be here.
+    bad = next((n for n in names if not (is_name(n) and n.startswith(DATA_FOLDERS))), None)
+    return None if bad is None else f"it names the file {bad[:200]!r}"
 
 
 def numbers(store: Store) -> list[int]:
@@ -167,18 +201,24 @@ def read_newest(store: Store, complaints: list[str] | None = None) -> Manifest:
     What is wrong with newer ones is appended to ``complaints``. Raises CorruptCheckpoint if there are
     manifests and none can be read.
     """
-    problems: list[str] = []
-    for number in numbers(store):
-        try:
-            manifest = read(store, number)
-        except ObjectMissing:  # deleted by a writer since the listing: there are newer ones
-            return read_newest(store, complaints)
-        except (CorruptCheckpoint, StoreError) as error:
-            problems.append(str(error))
-            continue
-        if complaints is not None:
-            complaints += problems
-        return manifest
+    for _ in range(_TRIES):
+        problems: list[str] = []
+        missing = False
+        for number in numbers(store):
+            try:
+                manifest = read(store, number)
+            except ObjectMissing as error:  # deleted by a writer since the listing: there are newer ones
+                problems.append(str(error))
+                missing = True
+                break
+            except (CorruptCheckpoint, StoreError) as error:
+                problems.append(str(error))
+                continue
+            if complaints is not None:
+                complaints += problems
+            return manifest
+        if not missing:
+            break
     if problems:
         raise CorruptCheckpoint(f"{store.url} has no manifest that can be read: {'; '.join(problems)}")
     return EMPTY

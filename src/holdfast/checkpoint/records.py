@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import CheckpointError
+from holdfast.errors import CorruptCheckpoint
 
 # Bytes of one element, by the names that safetensors gives to types.
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+
+MOST_ROWS = 1 << 48
+"""Of a group: no id is as large."""
 
 Bytes2D = NDArray[np.uint8]
 RowIds = NDArray[np.int64]
@@ -79,16 +82,20 @@ class Group:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Group:
         """What ``to_json`` gave; every number is checked before anything is allocated by it."""
-        fields = tuple(Field(str(n), str(d), int(w)) for n, d, w in value["fields"])
+        try:
+            fields = tuple(Field(str(n), str(d), int(w)) for n, d, w in value["fields"])
+            sizes = [(str(name), int(rows)) for name, rows in value["tables"]]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CorruptCheckpoint(f"a manifest has a group of tables that cannot be: {error!r}") from None
         if not fields or any(f.dtype not in ELEMENT_BYTES or not 0 < f.width <= 1 << 20 for f in fields):
-            raise CheckpointError("a manifest names a field that no table can have")
+            raise CorruptCheckpoint("a manifest names a field that no table can have")
         tables: list[Table] = []
         first = 0
-        for name, rows in value["tables"]:
-            if not 0 <= int(rows) < 1 << 48:
-                raise CheckpointError(f"a manifest says that table {name} has {rows} rows")
-            tables.append(Table(str(name), int(rows), first))
-            first += int(rows)
+        for name, rows in sizes:
+            if not 0 <= rows < MOST_ROWS - first:
+                raise CorruptCheckpoint(f"a manifest says that table {name} has {rows} rows")
+            tables.append(Table(name, rows, first))
+            first += rows
         return cls(fields, tuple(tables))
 
 

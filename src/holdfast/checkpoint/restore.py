@@ -38,7 +38,7 @@ from holdfast.kernels import scatter_rows
 STRETCH_BYTES = 4 << 20
 _AHEAD = 3
 _ALL = np.empty(0, np.int64)
-_TRIES = 5
+_TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
 Sink = Callable[[int, Rows], None]
 """Takes rows of a group; called from one thread, in the order in which rows override each other."""
@@ -75,7 +75,9 @@ class OpenFile:
         self.reader.read_into(ranges, out.data)
 
 
-def open_file(store: Store, entry: FileEntry, version: int | None = None) -> OpenFile:
+def open_file(
+    store: Store, entry: FileEntry, groups: Sequence[Group], version: int | None = None
+) -> OpenFile:
     """Open a chunk file and check that it is the one that the manifest names."""
     where = f"{store.url}: {entry.name}" + ("" if version is None else f" (version {version})")
     reader = store.open(entry.name)
@@ -88,8 +90,7 @@ def open_file(store: Store, entry: FileEntry, version: int | None = None) -> Ope
         if chunk.checksum(header) != entry.header_checksum:
             raise CorruptCheckpoint(f"{where}: its header does not have its checksum")
         pieces = decode_header(header, where)
-        if any(p.offset + p.length > entry.bytes - entry.header_bytes for p in pieces):
-            raise CorruptCheckpoint(f"{where}: a piece ends behind the end of the file")
+        chunk.check_layout(pieces, groups, entry.bytes - entry.header_bytes, where)
     except BaseException:
         reader.close()
         raise
@@ -114,7 +115,7 @@ class VersionReader:
         self.files: list[OpenFile] = []
         try:
             for entry in self.era.files_of(version.version):
-                file = open_file(store, entry, version.version)
+                file = open_file(store, entry, self.groups, version.version)
                 self._stack.callback(file.reader.close)
                 self.files.append(file)
             self._dense = self._stack.enter_context(store.open(version.dense.name))
@@ -240,13 +241,16 @@ def open_version(store: Store, version: int | None = None, manifest: Manifest | 
     A writer may be tidying up meanwhile: a file that is gone has been replaced by others that a newer
     manifest names, so that one is read and the version opened again.
     """
-    for attempt in range(_TRIES):
-        current = manifest if manifest is not None and attempt == 0 else read_newest(store)
+    current = manifest if manifest is not None else read_newest(store)
+    for _ in range(_TRIES):
         found = find_version(current, version, store.url)
         try:
             return VersionReader(store, current, found)
         except ObjectMissing as error:
-            missing = error
+            missing, tried = error, current.number
+        current = read_newest(store)
+        if current.number == tried:
+            break  # no writer has replaced it: it is lost
     raise CorruptCheckpoint(f"version {found.version} of {store.url} cannot be read: {missing}")
 
 
@@ -348,7 +352,7 @@ class RowLoader:
             for table, fields in zip(group.tables, tables, strict=True):
                 for field, live in zip(group.fields, fields, strict=True):
                     if live.shape != (table.rows, field.bytes) or not live.flags.c_contiguous:
-                        raise ValueError(
+                        raise CorruptCheckpoint(
                             f"table {table.name}: {field.name} is not [rows, bytes] of the group"
                         )
 
@@ -366,7 +370,9 @@ class RowLoader:
 
     def _write(self, group: int, rows: Rows, positions: NDArray[np.int64]) -> None:
         firsts = self._firsts[group]
-        if len(rows) and not (rows.ids[0] >= 0 and rows.ids[-1] < firsts[-1]):
+        if not len(rows):
+            return
+        if not (rows.ids[0] >= 0 and rows.ids[-1] < firsts[-1]):
             raise CorruptCheckpoint(f"rows {rows.ids[0]} to {rows.ids[-1]} of a group of {firsts[-1]}")
         for number, values in enumerate(rows.fields):
             if values.shape[1] % 8 == 0:

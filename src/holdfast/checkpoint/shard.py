@@ -110,7 +110,7 @@ class Shard:
         """(group, ids) of the rows that a version holds beyond the era's baseline."""
         for entry in era.files_of(version):
             if entry.kind != "baseline":
-                for group, index in read_indexes(store, entry):
+                for group, index in read_indexes(store, entry, self.groups):
                     yield group, index.ids
 
     def live_bytes(self) -> int:

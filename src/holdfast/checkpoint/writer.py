@@ -23,13 +23,13 @@ import numpy as np
 from holdfast.checkpoint.background import Background
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
-from holdfast.checkpoint.manifest import DenseEntry, Version
+from holdfast.checkpoint.manifest import DenseEntry, Era, Version
 from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows, take_rows
-from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies.baselines import intermittent_baseline_is_due, reset_is_due
 from holdfast.checkpoint.tracker import RowSet, Tracker
-from holdfast.errors import HoldfastError, SaveFailed
+from holdfast.errors import CheckpointError, HoldfastError, SaveFailed, StoreError
 from holdfast.events import EventLog
 from holdfast.options import Chunked, Differential, Full, Policy
 
@@ -81,6 +81,9 @@ class Writer:
         self.strategy = policy.strategy
         self.events = events
         self.catalog = Catalog(store, policy)
+        for complaint in self.catalog.complaints:
+            log.warning("%s: an older manifest is used: %s", store.url, complaint)
+            self._emit("checkpoint_damaged", version=None, error=complaint)
         self.catalog.delete_leftovers()
         self.tracker = Tracker(())
         self.reports: list[SaveReport] = []
@@ -100,28 +103,43 @@ class Writer:
 
     def bind(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
         """Say what is to be saved. New groups begin a new era: the next version holds everything."""
+        if tuple(groups) != self._groups:
+            # What is under way is of the old groups, and so is what becomes of it.
+            self._thread.wait()
+            self.collect()
+            self._groups = tuple(groups)
+            self.tracker = Tracker(groups)
+            self._arena = [[] for _ in groups]
+            self.begin_anew()
         self._fields_of = fields_of
-        if tuple(groups) == self._groups:
-            return
-        self._groups = tuple(groups)
-        self.tracker = Tracker(groups)
-        self._shard = Shard(0, groups, self.strategy)
-        self._arena = [[] for _ in groups]
+
+    def begin_anew(self) -> None:
+        """Let the next version hold everything: the marks do not tell what is new in the tables."""
+        self._shard = Shard(0, self._groups, self.strategy)
 
     def resume(self, version: Version) -> bool:
         """Go on from the store's newest version, which has just been restored; False if that cannot be."""
         newest = self.catalog.newest
-        if newest is None or newest != version:
+        if newest is None or newest != version or isinstance(self.strategy, Full):
             return False
         if self.catalog.manifest.last_version > version.version:
             # Later ones were deleted. Rows that they replaced may have been put away as such, and would be
             # missing from a version that goes on without them.
             return False
         era = self.catalog.manifest.era(version.era)
-        if era.decoded_groups() != self._groups or isinstance(self.strategy, Full):
+        if era.decoded_groups() != self._groups or era.strategy != self._shard.layout_name:
             return False
-        if era.strategy != self._shard.layout_name:
+        try:
+            self._take_up(era, version)
+        except (CheckpointError, StoreError) as error:
+            # Of a file that another version needs. This one was restored: go on, without that file.
+            log.warning("the next version of %s holds everything: %s", self.store.url, error)
+            self._emit("checkpoint_damaged", version=version.version, error=str(error))
+            self.begin_anew()
             return False
+        return True
+
+    def _take_up(self, era: Era, version: Version) -> None:
         self._shard.resume(self.store, era)
         self._era = era.number
         self._since_baseline = [RowSet(g.rows) for g in self._groups]
@@ -132,21 +150,24 @@ class Writer:
                 self._since_baseline[group].add(ids)
             siblings = [v for v in self.catalog.manifest.versions if v.era == era.number and not v.baseline]
             self._sizes_since_baseline = [v.bytes / max(full, 1) for v in siblings]
+
+    def skips(self, step: int) -> bool:
+        """Whether a save of this step is left out, as the policy says, because another is under way."""
+        if self.policy.when_busy != "skip" or not self.busy():
+            return False
+        self._emit("checkpoint_skipped", step=step)
         return True
 
     def save(
         self, step: int, capture_dense: Callable[[], Callable[[], Sequence[Any]]], metadata: dict[str, Any]
-    ) -> int | None:
+    ) -> int:
         """Save a version and return its number as soon as its snapshot is taken.
 
         ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
-        called in the background for the buffers to be written. Returns None if another save is under way
-        and the policy says to skip.
+        called in the background for the buffers to be written. Waits for the save that is under way; ask
+        ``skips`` before.
         """
         called = time.perf_counter()
-        if self._under_way is not None and not self._saved.is_set() and self.policy.when_busy == "skip":
-            self.events.emit("checkpoint_skipped", step=step)
-            return None
         self._saved_wait()
         self.collect()
         started = time.perf_counter()
@@ -167,26 +188,35 @@ class Writer:
         def job() -> None:
             self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
 
-        self._thread.submit(job)
         self._next_version += 1
+        try:
+            self._thread.submit(job)
+        except BaseException:
+            # Nobody would ever say that it is done, and the next save would wait for that.
+            if self._thread.withdraw(job):
+                self._under_way = None
+                self.tracker.give_back()
+            raise
         return version
 
     def collect(self) -> None:
         """Take note of what became of the last save, if it is done; raises SaveFailed if it failed."""
-        if self._tidy_error is not None:
-            error, self._tidy_error = self._tidy_error, None
-            raise SaveFailed(f"files of {self.store.url} could not be rearranged: {error}") from error
         outcome = self._under_way
-        if outcome is None or not self._saved.is_set():
-            return
-        self._under_way = None
-        if outcome.error is not None:
-            self.tracker.give_back()
+        if outcome is not None and self._saved.is_set():
+            self._under_way = None
+            if outcome.error is not None:
+                self.tracker.give_back()
+                raise SaveFailed(
+                    f"a save to {self.store.url} failed: {_text(outcome.error)}; its rows are still marked "
+                    "as changed and will be in the next one"
+                ) from outcome.error
+            self.tracker.settle()
+        error, self._tidy_error = self._tidy_error, None
+        if error is not None:
             raise SaveFailed(
-                f"a save to {self.store.url} failed: {outcome.error}; its rows are still marked as changed "
-                "and will be in the next one"
-            ) from outcome.error
-        self.tracker.settle()
+                f"what was saved to {self.store.url} stands, but its files could not be rearranged: "
+                f"{_text(error)}"
+            ) from error
 
     def wait(self) -> None:
         """Return when every save is durable and files are rearranged; raises SaveFailed if one failed."""
@@ -279,38 +309,53 @@ class Writer:
         try:
             change = self._shard.write(self.store, number, rows, baseline=baseline)
             dense = self._store_dense(number, dense_parts())
-            era = number if baseline else self._era
             version = Version(
-                version=number, era=era, step=step, time=time.time(), baseline=baseline,
-                rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense, metadata=metadata,
+                version=number, era=number if baseline else self._era, step=step, time=time.time(),
+                baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
+                metadata=metadata,
             )  # fmt: skip
             self.catalog.commit_version(version, self._groups, self._shard.layout_name, [change])
-        except BaseException as error:
-            log.warning("saving version %d to %s failed: %s", number, self.store.url, error)
-            self.events.emit("checkpoint_failed", version=number, step=step, error=str(error))
+        except BaseException as error:  # of whatever kind: the trainer waits for the next line
             outcome.error = error
             self._saved.set()
-            if not isinstance(error, HoldfastError | OSError | MemoryError):
-                raise
+            log.warning("saving version %d to %s failed: %s", number, self.store.url, _text(error))
+            self._emit("checkpoint_failed", version=number, step=step, error=_text(error))
+            self._clear_away()
             return
-        self._era = era
-        self._shard.apply(change)
-        full = sum(g.rows * g.record_bytes for g in self._groups)
-        self._sizes_since_baseline = (
-            [] if baseline else [*self._sizes_since_baseline, change.bytes / max(full, 1)]
-        )
         seconds = time.perf_counter() - started
-        self._speed.wrote(change.bytes, seconds)
+        self._era = version.era
+        self._note_size(change.bytes, seconds, baseline=baseline)
+        self._apply(change)
         del rows, change
         self._saved.set()
         report = SaveReport(number, step, baseline, version.rows, version.bytes, *stall, seconds)
         try:
             self._tidy(report, number, time.thread_time() - cpu)
-        except (HoldfastError, OSError, MemoryError) as error:
+        except BaseException as error:
             # The version stands; only its files are not arranged as they could be.
-            log.warning("rearranging files of %s failed: %s", self.store.url, error)
-            self.events.emit("checkpoint_tidy_failed", version=number, error=str(error))
             self._tidy_error = error
+            log.warning("rearranging files of %s failed: %s", self.store.url, _text(error))
+            self._emit("checkpoint_tidy_failed", version=number, error=_text(error))
+
+    def _clear_away(self) -> None:
+        """Delete what a failed save has written: on a full disk the next one needs the space."""
+        try:
+            self.catalog.delete_leftovers(of_others=False)
+        except Exception as error:  # the next writer clears it away
+            log.warning("what a failed save left in %s stays: %s", self.store.url, _text(error))
+
+    def _apply(self, change: Change) -> None:
+        """A manifest with the change is durable."""
+        try:
+            self._shard.apply(change)
+        except BaseException as error:  # for want of memory, say
+            log.warning("the next version of %s holds everything: %s", self.store.url, _text(error))
+            self.begin_anew()
+
+    def _note_size(self, bytes_: int, seconds: float, *, baseline: bool) -> None:
+        full = sum(g.rows * g.record_bytes for g in self._groups)
+        self._sizes_since_baseline = [] if baseline else [*self._sizes_since_baseline, bytes_ / max(full, 1)]
+        self._speed.wrote(bytes_, seconds)
 
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
         started, cpu = time.perf_counter(), time.thread_time()
@@ -318,19 +363,33 @@ class Writer:
         tidied = self._shard.tidy(self.store, number, [v for v in kept if v >= self._shard.base])
         if tidied is not None:
             self.catalog.commit_round(self._era, [tidied])
-            self._shard.apply(tidied)
+            self._apply(tidied)
+            self.catalog.free_replaced()
         values = asdict(report) | {
             "tidied_bytes": tidied.bytes if tidied else 0,
             "tidy_seconds": time.perf_counter() - started if tidied else 0.0,
             "cpu_seconds": cpu_seconds + time.thread_time() - cpu,
         }
         self.reports.append(SaveReport(**values))
-        self.events.emit("checkpoint_saved", **values)
+        self._emit("checkpoint_saved", **values)
+        problem, self.catalog.problem = self.catalog.problem, None
+        if problem is not None:
+            raise problem
+
+    def _emit(self, event: str, **figures: Any) -> None:
+        try:
+            self.events.emit(event, **figures)
+        except OSError as error:  # a full disk under the log must not stop what goes elsewhere
+            log.warning("the event %s could not be logged: %s", event, error)
 
     def _store_dense(self, number: int, parts: Sequence[Any]) -> DenseEntry:
         name = f"dense/{number:08}-{secrets.token_hex(6)}.safetensors"
         size = self.store.put(name, parts)
         return DenseEntry(name, size, checksum(*parts))
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, HoldfastError) else repr(error)
 
 
 class _Speed:

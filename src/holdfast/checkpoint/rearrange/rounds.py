@@ -87,7 +87,7 @@ class Rounds:
                 number = self._next_file
                 self._next_file += 1
                 self._files[number] = _OpenFile(entry, number)
-            for group, index in read_indexes(store, entry):
+            for group, index in read_indexes(store, entry, self.groups):
                 born = np.broadcast_to(np.asarray(index.born, np.int32), len(index.ids))
                 found[group].append((index.ids, born, number))
                 if number:
@@ -141,7 +141,7 @@ class Rounds:
         fields = self.groups[group].fields
         for file in taken:
             dead_ids, dead_versions = file_deaths(file.deaths, group)
-            opened = open_file(store, file.entry)
+            opened = open_file(store, file.entry, self.groups)
             with opened.reader:
                 for piece in opened.pieces:
                     if piece.group != group or not piece.rows:

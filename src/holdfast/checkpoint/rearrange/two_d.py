@@ -91,7 +91,7 @@ class TwoD:
             if entry.kind == "baseline" or entry.shard != self._writer.shard:
                 continue
             self._files[entry.name] = entry
-            opened = open_file(store, entry)
+            opened = open_file(store, entry, self.groups)
             opened.reader.close()
             for number, piece in zip(opened.numbers, opened.pieces, strict=True):
                 key = piece.group, piece.first_born, piece.last_died

@@ -120,10 +120,19 @@ def _piece_keys(lives: Lives, base: int, round_versions: int, least_rows: int) -
     born_bucket, died_bucket = (born - 1) // round_versions + 1, (died - 1) // round_versions + 1
     exact = born * span + died
     by_born = born * span + died_bucket
-    is_exact = np.bincount(exact)[exact] >= least_rows
+    is_exact = _how_often(exact) >= least_rows
     rest = ~is_exact
     is_by_born = np.zeros(len(exact), bool)
-    is_by_born[rest] = np.bincount(by_born[rest], minlength=1)[by_born[rest]] >= least_rows
+    is_by_born[rest] = _how_often(by_born[rest]) >= least_rows
     within = np.where(is_exact, 2 * level + exact, np.where(is_by_born, level + by_born, died_bucket))
     # The bucket of birth first: what a version needs of a file is then at its start.
     return born_bucket * (3 * level) + within
+
+
+def _how_often(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each key, how often it is among them."""
+    if len(keys) and int(keys.max()) > 4 * len(keys) + 1024:
+        # Keys grow with the square of the era's versions: counting them all would take more memory than rows.
+        _, which, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        return counts[which]
+    return np.bincount(keys, minlength=1)[keys]

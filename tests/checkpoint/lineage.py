@@ -1,0 +1,144 @@
+"""Rows that change in a way that is the same in every process: the oracle of what any version must hold.
+
+The state after a step is a function of the step alone, so whoever finds a version in a store, after whatever
+has happened to its writers, can tell whether its rows are right.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.manifest import Manifest, Version, read_newest
+from holdfast.checkpoint.records import Field, make_groups
+from holdfast.checkpoint.restore import RowLoader, VersionReader, open_version
+from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.store.local import Files
+from holdfast.checkpoint.writer import Writer
+from holdfast.events import EventLog
+from holdfast.options import Chunked, Differential, Full, Incremental, Policy
+
+FIELDS = (Field("weight", "F32", 2), Field("sum", "F32", 1))  # whole words, and not
+GROUPS = make_groups([("a", 14, FIELDS), ("b", 6, (Field("weight", "F16", 3),)), ("c", 9, FIELDS)])
+TABLES = {t.name: (t.rows, g.fields) for g in GROUPS for t in g.tables}
+STRATEGIES: list[Any] = [
+    Full(),
+    Differential(baseline="one-shot"),
+    Differential(baseline="intermittent"),
+    Incremental(),
+    Chunked(round_versions=2, dead_fraction=0.0, reset="never"),
+    Chunked(round_versions=1, dead_fraction=0.3, reset="auto"),
+]
+Fields = dict[str, tuple[NDArray[np.uint8], ...]]
+
+
+class QuickFiles(Files):
+    """Files that are not made durable: for processes that do not crash."""
+
+    def fsync(self, handle: int) -> None:
+        """Nothing."""
+
+    def fsync_dir(self, path: str) -> None:
+        """Nothing."""
+
+
+def blank() -> Fields:
+    return {n: tuple(np.zeros((rows, f.bytes), np.uint8) for f in fs) for n, (rows, fs) in TABLES.items()}
+
+
+def touched(step: int) -> dict[str, NDArray[np.int64]]:
+    """The rows that a step changes: a few often, most seldom, sometimes none."""
+    random = np.random.default_rng(step)
+    counts = {name: int(random.integers(0, 7)) for name in TABLES}
+    return {
+        name: np.unique((rows * random.random(counts[name]) ** 2).astype(np.int64))
+        for name, (rows, _) in TABLES.items()
+    }
+
+
+def advance(fields: Fields, step: int) -> None:
+    random = np.random.default_rng([step, 1])
+    for name, ids in touched(step).items():
+        for field in fields[name]:
+            field[ids] = random.integers(0, 256, (len(ids), field.shape[1]), dtype=np.uint8)
+
+
+@cache
+def state_after(step: int) -> Fields:
+    if step == 0:
+        return blank()
+    fields = {name: tuple(f.copy() for f in own) for name, own in state_after(step - 1).items()}
+    advance(fields, step)
+    return fields
+
+
+def same(one: Fields, other: Fields) -> bool:
+    return all(np.array_equal(a, b) for name in TABLES for a, b in zip(one[name], other[name], strict=True))
+
+
+class Lineage:
+    """One process of a run: opens a store, takes up its newest version, trains and saves."""
+
+    def __init__(self, store: Store, policy: Policy, events: EventLog | None = None) -> None:
+        self.store = store
+        self.writer = Writer(store, policy, events or EventLog(None))
+        self.fields = blank()
+        self.step = 0
+        self.writer.bind(GROUPS, lambda table: self.fields[table])
+        newest = self.writer.catalog.newest
+        if newest is not None:
+            self.go_to(newest)
+
+    def go_to(self, version: Version) -> None:
+        with open_version(self.store, version.version) as reader:
+            self.fields = blank()
+            reader.read_rows(RowLoader(GROUPS, lambda table: self.fields[table]))
+            assert reader.dense() == dense(version.step)
+        self.writer.bind(GROUPS, lambda table: self.fields[table])
+        self.writer.begin_anew()
+        self.writer.resume(version)
+        self.step = version.step
+        assert same(self.fields, state_after(self.step))
+
+    def train(self) -> None:
+        self.step += 1
+        advance(self.fields, self.step)
+        for table, ids in touched(self.step).items():
+            self.writer.tracker.mark(table, ids)
+
+    def save(self) -> int:
+        step = self.step
+        return self.writer.save(step, lambda: lambda: [dense(step)], {})
+
+
+def dense(step: int) -> bytes:
+    return f"after step {step}".encode()
+
+
+def check_version(store: Store, version: Version, reader: VersionReader | None = None) -> None:
+    """Fails unless the version is bit for bit what was saved."""
+    with reader or open_version(store, version.version) as opened:
+        found = blank()
+        opened.read_rows(RowLoader(opened.groups, lambda table: found[table]))
+        assert opened.dense() == dense(version.step), f"version {version.version}"
+    assert same(found, state_after(version.step)), f"version {version.version}, step {version.step}"
+
+
+def check_store(store: Store) -> Manifest:
+    """Fails unless every version that is listed is right."""
+    manifest = read_newest(store)
+    for version in manifest.versions:
+        check_version(store, version)
+    return manifest
+
+
+def check_no_leftovers(line: Lineage) -> None:
+    """Fails if there are files that nobody needs, or if one is missing."""
+    catalog = line.writer.catalog
+    named = catalog.manifest.file_names() | catalog._previous.file_names()
+    retired = {name for name, _ in catalog.manifest.retired}
+    found = {info.name for folder in ("chunks/", "dense/") for info in line.store.list(folder)}
+    assert named <= found <= named | retired

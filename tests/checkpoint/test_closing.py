@@ -1,0 +1,141 @@
+"""The end of a Checkpointer, by whatever way: no hang, no lost save, no lock left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast.checkpoint import api
+from holdfast.checkpoint.background import Background
+from tests.checkpoint.by_hand import SECONDS, Rows, in_time, restored
+
+
+def test_after_close(tmp_path: Path) -> None:
+    run = Rows()
+    ckpt = hf.Checkpointer(tmp_path, run.objects)
+    ckpt.save(0)
+    ckpt.close()
+    ckpt.close()
+    for use in (
+        lambda: ckpt.save(1),
+        lambda: ckpt.step(1),
+        ckpt.restore,
+        lambda: ckpt.mark("m.weight"),
+    ):
+        found = in_time(use)
+        assert isinstance(found, hf.CheckpointError), found
+        assert "is closed: make a new one" in str(found)
+    ckpt.wait()
+    assert [v.step for v in ckpt.versions()] == [0]
+    run.table(torch.tensor([1]))
+    with hf.Checkpointer(tmp_path, run.objects) as second:
+        assert second.restore() == 1
+
+
+def test_a_checkpointer_that_nobody_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Rows()
+    before = threading.active_count()
+    ckpt = hf.Checkpointer(tmp_path, run.objects)
+    ckpt.save(0)
+    del ckpt
+    gc.collect()
+    assert "was not closed" in caplog.text
+    assert threading.active_count() == before
+    assert not run.table._forward_pre_hooks
+    with hf.Checkpointer(tmp_path, run.objects) as ckpt:
+        assert ckpt.restore() == 1
+
+
+def test_a_program_that_ends_without_closing(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, holdfast as hf\n"
+        "from holdfast.checkpoint.store.local import LocalStore\n"
+        "import time\n"
+        "real = LocalStore.publish\n"
+        "def slow(*a): time.sleep(0.5); return real(*a)\n"
+        "LocalStore.publish = slow\n"
+        "ckpt = hf.Checkpointer(sys.argv[1], {'m': torch.nn.Embedding(40, 3)})\n"
+        "ckpt.save(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert [p.name for p in (tmp_path / "manifests").iterdir()] == ["0000000001.json"]
+
+
+def test_a_process_that_was_forked_off(tmp_path: Path) -> None:
+    """It has no part in saving: it cannot save, and its end takes nothing from its parent."""
+    run = Rows()
+    with hf.Checkpointer(tmp_path, run.objects) as ckpt:
+        ckpt.save(0)
+        ckpt.wait()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                ckpt.save(1)
+            except hf.StoreLocked:
+                api._close_forgotten(ckpt._writer, ckpt._cleanup, ckpt._closing.peek()[2][2])  # type: ignore[index]
+                code = 7
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        run.change(ckpt, 1)
+        assert ckpt.save(1) == 2
+    assert restored(tmp_path) == run.value()
+
+
+class TestBackground:
+    def test_jobs_run_in_turn_and_errors_are_kept(self) -> None:
+        background, done = Background("test"), []
+        for i in range(5):
+            background.submit(lambda i=i: done.append(i))  # type: ignore[misc]
+        background.submit(lambda: 1 // 0)  # type: ignore[arg-type]
+        assert in_time(background.wait) is None
+        assert done == list(range(5))
+        with pytest.raises(ZeroDivisionError):
+            background.raise_error()
+        background.raise_error()
+        assert in_time(background.close) is None
+        assert in_time(background.close) is None
+        with pytest.raises(RuntimeError, match="test is closed"):
+            background.submit(lambda: None)
+
+    def test_closing_finishes_what_waits(self) -> None:
+        background, done = Background("test"), []
+        background.submit(lambda: time.sleep(0.1))
+        background.submit(lambda: done.append(1))
+        background.close()
+        assert done == [1]
+
+    def test_closing_from_its_own_thread(self) -> None:
+        background = Background("test")
+        background.submit(background.close)
+        assert in_time(background.wait) is None
+        assert in_time(background.close) is None
+
+    def test_taking_a_job_back(self) -> None:
+        background, gate, done = Background("test"), threading.Event(), []
+
+        def first() -> None:
+            gate.wait(SECONDS)
+
+        def second() -> None:
+            done.append(2)
+
+        background.submit(first)
+        while background._running is None:
+            time.sleep(0.001)
+        background.submit(second)
+        assert background.withdraw(second)
+        assert not background.withdraw(first)
+        gate.set()
+        background.close()
+        assert not done
