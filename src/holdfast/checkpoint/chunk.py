@@ -261,12 +261,13 @@ class DecodedPiece:
     born: NDArray[np.int32] | int
     died: NDArray[np.int32] | int
 
-    def at(self, version: int) -> Rows:
-        """The records that belong to a version."""
+    def at(self, version: int, born_after: int = 0) -> Rows:
+        """The records that belong to a version, of those that were born after another."""
         piece = self.piece
-        if piece.last_born <= version and piece.first_died > version:
+        if born_after < piece.first_born and piece.last_born <= version and piece.first_died > version:
             return self.rows
-        alive = np.broadcast_to((self.born <= version) & (self.died > version), len(self.rows))
+        lives = (self.born > born_after) & (self.born <= version) & (self.died > version)
+        alive = np.broadcast_to(lives, len(self.rows))
         return self.rows.take(np.flatnonzero(alive))
 
 
