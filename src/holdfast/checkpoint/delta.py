@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from holdfast.checkpoint.export import (
     as_one,
     choose_object,
     encode_dense,
+    export_dcp,
+    export_model,
     places_of,
     read_tree,
     reading,
@@ -36,6 +39,7 @@ from holdfast.checkpoint.records import Bytes2D, Field, Group, RowIds, Rows, Tab
 from holdfast.checkpoint.restore import VersionReader, open_version
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.tensor_file import Spec, check_free, new_tensor_file
+from holdfast.errors import ConfigError
 
 _MERGE_BYTES = 64 << 20
 _COMPARE_ROWS = 1 << 16
@@ -52,6 +56,30 @@ class _Wanted:
     table: Table
     fields: tuple[Field, ...]
     shape: tuple[int, ...]
+
+
+def export_as(
+    store: Store,
+    version: int | None,
+    out: Path,
+    format_: Literal["safetensors", "dcp", "delta"],
+    *,
+    object_name: str | None = None,
+    since: int | None = None,
+    all_fields: bool = False,
+    force: bool = False,
+) -> Written:
+    """Export in a format by name; ``since`` and ``all_fields`` are of "delta" alone."""
+    if format_ == "delta":
+        if since is None:
+            raise ConfigError("a delta leads from one version to another: name the first with --since")
+        return export_delta(
+            store, since, version, out, object_name=object_name, all_fields=all_fields, force=force
+        )
+    if since is not None or all_fields:
+        raise ConfigError(f"--since and --all-fields are for --format delta, not for {format_}")
+    write = export_dcp if format_ == "dcp" else export_model
+    return write(store, version, out, object_name=object_name, force=force)
 
 
 def export_delta(

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -372,7 +373,9 @@ def _save_dcp(
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as name:
         folder = Path(name) / "new"
         try:
-            save(alive, checkpoint_id=folder, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
+                save(alive, checkpoint_id=folder, no_dist=True)
             if out.exists():
                 if force and any(out.iterdir()):
                     os.rename(out, Path(name) / "old")  # goes with the temporary folder

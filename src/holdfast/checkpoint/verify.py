@@ -72,12 +72,17 @@ class _Finding:
     died: int
 
 
-def verify(
-    store: Store,
-    versions: Sequence[int] = (),
-    on_progress: Callable[[int, int], None] = lambda done, of: None,
+def bytes_to_verify(store: Store, versions: Sequence[int] = ()) -> int:
+    """How many bytes ``verify_versions`` will read, unless a writer adds to them."""
+    manifest = read_newest(store)
+    wanted = versions or [v.version for v in manifest.versions]
+    return sum(job.entry.bytes for job in _plan(manifest, wanted))
+
+
+def verify_versions(
+    store: Store, versions: Sequence[int] = (), on_progress: Callable[[int], None] = lambda done: None
 ) -> VerifyReport:
-    """Check every byte that these versions need, by default all; ``on_progress`` gets bytes done and in all.
+    """Check every byte that these versions need, by default all; ``on_progress`` gets the bytes done.
 
     Damage is reported, not raised; NoSuchVersion is raised for a version that is not there.
     """
@@ -139,10 +144,9 @@ def _check_all(
     jobs: Sequence[_Job],
     findings: dict[str, list[_Finding]],
     checked: dict[str, int],
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[[int], None],
 ) -> list[str]:
     """Check the files that were not yet; the names of those that are not there."""
-    total = sum(job.entry.bytes for job in jobs)
     left = [job for job in jobs if job.entry.name not in checked]
     done = sum(checked.values())
     missing: list[str] = []
@@ -155,7 +159,7 @@ def _check_all(
             if found:
                 findings[job.entry.name] = found
             done += job.entry.bytes
-            on_progress(done, max(done, total))
+            on_progress(done)
     return missing
 
 

@@ -86,7 +86,9 @@ def show_description(found: Description, console: Console) -> None:
     for line in found.tables:
         fields = ", ".join(f"{name} {width}×{dtype}" for name, dtype, width in line.fields)
         tables.add_row(plain(line.name), f"{line.rows:,}", size(line.bytes), plain(fields))
+    console.print()
     console.print(tables)
+    console.print()
     files = _table("file", "kind", "bytes", "needed", "pieces", title="Files that it reads", left={"kind"})
     for file in found.files:
         share = f"{file.needed_bytes / max(file.bytes, 1):.0%}"
@@ -102,6 +104,7 @@ def _show_object(name: str, lines: Sequence[StateLine], console: Console) -> Non
     for line in lines[:_MOST_LINES]:
         shape = "" if line.shape is None else "×".join(map(str, line.shape)) or "()"
         table.add_row(plain(line.key), line.dtype, shape, plain(line.value or ""))
+    console.print()
     console.print(table)
     if len(lines) > _MOST_LINES:
         console.print(f"… and {len(lines) - _MOST_LINES} more: see --json")
@@ -110,11 +113,9 @@ def _show_object(name: str, lines: Sequence[StateLine], console: Console) -> Non
 def show_verification(report: VerifyReport, console: Console) -> None:
     """What is whole, what is not, and what is left over."""
     for file in report.damaged_files:
-        needed = (
-            f"needed by {_ranges(report_versions)}"
-            if (report_versions := file.versions)
-            else ("in a part that no checked version needs")
-        )
+        needed = "in a part that no checked version needs"
+        if file.versions:
+            needed = f"needed by {_ranges(file.versions)}"
         console.print(
             Text("damaged ", "red") + plain(f"{file.name}, {needed}: {file.problem}"), soft_wrap=True
         )
