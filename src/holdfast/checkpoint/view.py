@@ -146,9 +146,11 @@ def show_garbage(report: GarbageReport, console: Console) -> None:
     if len(report.deleted_files) > _MOST_LINES:
         console.print(f"… and {len(report.deleted_files) - _MOST_LINES} more files")
     freed = "would free" if report.dry_run else "freed"
+    stay = (
+        "1 version stays" if len(report.kept_versions) == 1 else f"{len(report.kept_versions)} versions stay"
+    )
     console.print(
-        f"{freed} {size(max(report.freed_bytes, 0))}; {len(report.kept_versions)} versions stay, "
-        f"{size(report.stored_bytes)} stored in all"
+        f"{freed} {size(max(report.freed_bytes, 0))}; {stay}, {size(report.stored_bytes)} stored in all"
     )
 
 
