@@ -191,16 +191,51 @@ def test_garbage(tmp_path: Path, store: Store, strategy: Any) -> None:
     after = stored_files(store)
     assert report.deleted_versions == plan.deleted_versions == (1, 2, 3, 5, 6, 7)
     assert report.kept_versions == plan.kept_versions == (4, 8, 9)
-    assert (
-        set(report.deleted_files)
-        == set(plan.deleted_files)
-        == before.keys() - after.keys() - {n for n in before if n.startswith("manifests/")}
-    )
+    assert report.rewritten_files == plan.rewritten_files
+    assert set(report.deleted_files) == set(plan.deleted_files)
+    gone = {n for n in before if n not in after and not n.startswith("manifests/")}
+    assert gone == {*report.deleted_files, *report.rewritten_files}
     assert report.freed_bytes == sum(before.values()) - sum(after.values())
     assert set(manifests.read_newest(store).file_names()) == {n for n in after if not n.startswith("manif")}
     assert verify_versions(store).good
     for version in (4, 8, 9):
         assert restored(tmp_path, version) == digests[version]
+
+
+def test_histories_of_deleted_versions_are_freed(tmp_path: Path, store: Store) -> None:
+    digests = train(tmp_path, versions=13)
+    old = {f.name: f for f in manifests.read_newest(store).eras[0].files if f.kind == "history"}
+    report = collect_garbage(store, hf.Policy(keep=4))
+    new = [f for f in manifests.read_newest(store).eras[0].files if f.kind == "history"]
+    assert report.rewritten_files
+    assert set(report.rewritten_files) <= old.keys()
+    assert sum(f.bytes for f in new) < 0.5 * sum(f.bytes for f in old.values())
+    for name in report.rewritten_files:
+        assert not (tmp_path / name).exists()
+    for version in (10, 11, 12, 13):
+        assert restored(tmp_path, version) == digests[version]
+    # And a writer goes on with what it finds.
+    run = Run()
+    with hf.Checkpointer(tmp_path, run.objects, hf.Policy(strategy=CHUNKED)) as ckpt:
+        ckpt.restore()
+        for step in range(13, 18):
+            run.train()
+            saved = ckpt.save(step)
+            assert saved is not None
+            digests[saved] = run.digest()
+    for version in (10, 13, 14, 16, 18):
+        assert restored(tmp_path, version) == digests[version]
+
+
+def test_garbage_goes_though_a_history_is_damaged(tmp_path: Path, store: Store) -> None:
+    train(tmp_path, versions=13)
+    plan = collect_garbage(store, hf.Policy(keep=4), dry_run=True)
+    flip(tmp_path / plan.rewritten_files[0], 20)
+    report = collect_garbage(store, hf.Policy(keep=4))
+    assert len(report.complaints) == 1
+    assert plan.rewritten_files[0] in report.complaints[0]
+    assert report.rewritten_files == plan.rewritten_files[1:]
+    assert report.deleted_versions == tuple(range(1, 10))
 
 
 def test_without_options_only_what_nobody_needs(tmp_path: Path, store: Store) -> None:

@@ -151,6 +151,32 @@ class Shard:
             return None
         return self._run_round(store, version, strategy, [files[i] for i in chosen], kept_versions)
 
+    def prune(self, store: Store, entries: Sequence[FileEntry], kept_versions: Sequence[int]) -> Change:
+        """Write history files anew without the records that no kept version needs.
+
+        For when versions were deleted: of a history file each record says when it died, so nothing else
+        has to be read. ``is_prunable`` says for which files it is worth it.
+        """
+        kept = np.asarray(kept_versions, np.int32)
+        added: list[FileEntry] = []
+        for entry in entries:
+            pieces: list[NewPiece] = []
+            opened = open_file(store, entry)
+            with opened.reader:
+                for piece in opened.pieces:
+                    data = np.empty(piece.length, np.uint8)
+                    opened.read([piece], data)
+                    check_piece(piece, data, opened.where)
+                    found = decode_piece(piece, data, self.groups[piece.group].fields, opened.where)
+                    born, died = (_each(v, piece.rows) for v in (found.born, found.died))
+                    lives = rounds.Lives(found.rows, born, died)
+                    lives = lives.take(rounds.belongs_to_any(lives, kept))
+                    if len(lives.rows):
+                        pieces.append(NewPiece(piece.group, piece.rank, lives.rows, lives.born, lives.died))
+            added += self._store_files(store, int(kept[-1]), "history", pieces)[0]
+        removed = tuple(entry.name for entry in entries)
+        return Change(int(kept[-1]), "round", tuple(added), removed, tuple([] for _ in added))
+
     def resume(self, store: Store, era: Era) -> None:
         """Take up an era that another process wrote, as if this one had written it.
 
@@ -316,6 +342,23 @@ def read_indexes(store: Store, entry: FileEntry) -> Iterator[tuple[int, Index]]:
             opened.reader.read_into([(entry.header_bytes + piece.offset, len(data))], data.data)
             check_piece(piece, data, opened.where)
             yield piece.group, decode_index(piece, data, opened.where)
+
+
+def is_prunable(store: Store, entry: FileEntry, kept_versions: Sequence[int], dead_fraction: float) -> bool:
+    """Whether this is a history file of which more than a fraction of the records is of no kept version."""
+    if entry.kind != "history":
+        return False
+    kept = np.asarray(kept_versions, np.int32)
+    empty = Rows(np.empty(0, np.int64), ())
+    needed = 0
+    for _, index in read_indexes(store, entry):
+        born, died = (_each(v, len(index.ids)) for v in (index.born, index.died))
+        needed += int(rounds.belongs_to_any(rounds.Lives(empty, born, died), kept).sum())
+    return entry.rows - needed > dead_fraction * entry.rows
+
+
+def _each(versions: NDArray[np.int32] | int, rows: int) -> NDArray[np.int32]:
+    return np.broadcast_to(np.asarray(versions, np.int32), rows)
 
 
 def file_deaths(deaths: Sequence[tuple[int, int, RowIds]], group: int) -> tuple[RowIds, NDArray[np.int32]]:

@@ -6,6 +6,7 @@ manifest and the files that it names is looked up again in the newer manifest.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +19,23 @@ from holdfast.checkpoint.chunk import Piece
 from holdfast.checkpoint.dense import Array, TablePlace, decode_tree
 from holdfast.checkpoint.manifest import FileEntry, Manifest, Version, read_newest
 from holdfast.checkpoint.restore import open_file, open_version
+from holdfast.checkpoint.shard import Shard, is_prunable
 from holdfast.checkpoint.store import Store
-from holdfast.errors import CheckpointError, HoldfastError, NoSuchVersion, ObjectMissing
-from holdfast.options import Policy
+from holdfast.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    HoldfastError,
+    NoSuchVersion,
+    ObjectMissing,
+    StoreError,
+)
+from holdfast.options import Chunked, Policy
 
 DATA_FOLDERS = ("chunks/", "dense/")
 _OPEN_AT_ONCE = 8
 _TRIES = 5
 _LONGEST_VALUE = 60
+_DEAD_FRACTION = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,12 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class GarbageReport:
-    """What was deleted, or would be: ``freed_bytes`` is the difference that the store's listing shows."""
+    """What was deleted, or would be.
+
+    ``rewritten_files`` were replaced by shorter ones, without what only deleted versions needed.
+    ``freed_bytes`` is the difference that the store's listing shows; a dry run leaves out what rewriting
+    frees.
+    """
 
     url: str
     dry_run: bool
@@ -113,6 +128,8 @@ class GarbageReport:
     kept_versions: tuple[int, ...]
     deleted_files: tuple[str, ...]
     leftovers: tuple[str, ...]
+    rewritten_files: tuple[str, ...]
+    complaints: tuple[str, ...]
     freed_bytes: int
     stored_bytes: int
 
@@ -287,17 +304,22 @@ def collect_garbage(store: Store, policy: Policy, *, dry_run: bool = False) -> G
         leftovers = catalog.delete_leftovers()
         if doomed:
             catalog.delete_versions(doomed)
-        if catalog.manifest.retired:
-            # A file goes only when two manifests stand that do not name it: this publishes the second.
-            catalog.delete_versions([])
+        _free_retired(catalog)
+        # Only now, as it takes room, which may have been short.
+        rewritten, problems = _rewrite_histories(catalog) if doomed else ([], [])
+        _free_retired(catalog)
         after = stored_files(store)
     return GarbageReport(
         url=store.url,
         dry_run=False,
         deleted_versions=tuple(doomed),
         kept_versions=tuple(v.version for v in catalog.manifest.versions),
-        deleted_files=tuple(n for n in before if n not in after and n.startswith(DATA_FOLDERS)),
+        deleted_files=tuple(
+            n for n in before if n not in after and n.startswith(DATA_FOLDERS) and n not in rewritten
+        ),
         leftovers=tuple(leftovers),
+        rewritten_files=tuple(rewritten),
+        complaints=tuple(problems),
         freed_bytes=sum(before.values()) - sum(after.values()),
         stored_bytes=sum(after.values()),
     )
@@ -316,6 +338,30 @@ def _open_catalog(store: Store, policy: Policy) -> Catalog:
             f"{'; '.join(catalog.complaints)}; two more saves replace it"
         )
     return catalog
+
+
+def _free_retired(catalog: Catalog) -> None:
+    if catalog.manifest.retired:
+        # A file goes only when two manifests stand that do not name it: this publishes the second.
+        catalog.delete_versions([])
+
+
+def _rewrite_histories(catalog: Catalog) -> tuple[list[str], list[str]]:
+    """Replace history files that are mostly of deleted versions: the old ones' names, and what went wrong."""
+    rewritten: list[str] = []
+    problems: list[str] = []
+    for era in list(catalog.manifest.eras):
+        kept = [v.version for v in catalog.manifest.versions if v.era == era.number]
+        groups = era.decoded_groups()
+        for entry in era.files:
+            try:
+                if is_prunable(catalog.store, entry, kept, _DEAD_FRACTION):
+                    change = Shard(entry.shard, groups, Chunked()).prune(catalog.store, [entry], kept)
+                    catalog.commit_round(era.number, [change])
+                    rewritten.append(entry.name)
+            except (CorruptCheckpoint, StoreError) as error:
+                problems.append(f"{entry.name} was not rewritten: {error}")
+    return rewritten, problems
 
 
 def _doomed(catalog: Catalog) -> list[int]:
@@ -345,6 +391,13 @@ def _plan_garbage(store: Store, catalog: Catalog) -> GarbageReport:
         and (name in leftovers or name in manifest.file_names() or name in dict(manifest.retired))
     ]
     freed = sum(files[name] for name in gone)
+    rewritten: list[str] = []
+    for era in eras if doomed else ():
+        kept = [v.version for v in left if v.era == era.number]
+        for entry in era.files:
+            with contextlib.suppress(CorruptCheckpoint, StoreError):  # it will be left as it is
+                if is_prunable(store, entry, kept, _DEAD_FRACTION):
+                    rewritten.append(entry.name)
     return GarbageReport(
         url=store.url,
         dry_run=True,
@@ -352,6 +405,8 @@ def _plan_garbage(store: Store, catalog: Catalog) -> GarbageReport:
         kept_versions=tuple(v.version for v in left),
         deleted_files=tuple(gone),
         leftovers=tuple(leftovers),
+        rewritten_files=tuple(rewritten),
+        complaints=(),
         freed_bytes=freed,
         stored_bytes=sum(files.values()) - freed,
     )

@@ -145,6 +145,10 @@ def show_garbage(report: GarbageReport, console: Console) -> None:
         console.print(plain(f"{would} {name}{note}"), soft_wrap=True)
     if len(report.deleted_files) > _MOST_LINES:
         console.print(f"… and {len(report.deleted_files) - _MOST_LINES} more files")
+    for name in report.rewritten_files:
+        text = f"{'would rewrite' if report.dry_run else 'rewrote'} {name}, mostly of deleted versions"
+        console.print(plain(text), soft_wrap=True)
+    _complain(report.complaints, console)
     freed = "would free" if report.dry_run else "freed"
     stay = (
         "1 version stays" if len(report.kept_versions) == 1 else f"{len(report.kept_versions)} versions stay"
