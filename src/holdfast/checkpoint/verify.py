@@ -245,7 +245,11 @@ def _report(
         if parts:
             harmed = tuple(v for v in job.wanted if any(p.born <= v < p.died for p in parts))
             damaged |= set(harmed)
-            damaged_files.append(DamagedFile(job.entry.name, parts[0].problem, harmed))
+            # The messages name the file for those who see nothing else; here its name stands before them.
+            problem = (
+                parts[0].problem.removeprefix(f"{store.url}: {job.entry.name}").removeprefix(":").strip()
+            )
+            damaged_files.append(DamagedFile(job.entry.name, problem, harmed))
     here = [v for v in wanted if v in present]
     return VerifyReport(
         url=store.url,
