@@ -123,15 +123,18 @@ class VersionReader:
             self._stack.close()
             raise
 
-    def pieces(self, *, baseline: bool = True) -> list[tuple[OpenFile, Piece]]:
-        """All pieces that the version needs, in the order in which they are to be applied."""
+    def pieces(self, *, baseline: bool = True, born_after: int = 0) -> list[tuple[OpenFile, Piece]]:
+        """All pieces that the version needs, in the order in which they are to be applied.
+
+        ``born_after`` leaves out those that an earlier version of its era holds too.
+        """
         v = self.version.version
         needed = [
             (file, piece)
             for file in self.files
             if baseline or file.entry.kind != "baseline"
             for piece in file.pieces
-            if piece.rows and piece.first_born <= v < piece.last_died
+            if piece.rows and piece.first_born <= v < piece.last_died and piece.last_born > born_after
         ]
         return sorted(needed, key=lambda pair: pair[1].rank)
 
@@ -152,19 +155,22 @@ class VersionReader:
         sink: Sink,
         *,
         baseline: bool = True,
+        born_after: int = 0,
         on_progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         """Hand all rows of the version to the sink, later ones overriding earlier ones.
 
         ``baseline=False`` leaves out the rows of the era's full version: only what changed since.
+        ``born_after`` leaves out what was written for that version of the era or an earlier one.
         ``on_progress`` is told how many bytes have been handed on.
         """
+        pieces = self.pieces(baseline=baseline, born_after=born_after)
         done = 0
-        for decoded in self._in_order(self.pieces(baseline=baseline)):
+        for decoded in self._in_order(pieces):
             if isinstance(sink, RowLoader):  # takes the records that it needs out of the piece itself
-                sink.load(decoded, self.version.version)
+                sink.load(decoded, self.version.version, born_after)
             else:
-                rows = decoded.at(self.version.version)
+                rows = decoded.at(self.version.version, born_after)
                 if len(rows):
                     sink(decoded.piece.group, rows)
             done += decoded.piece.length
@@ -360,9 +366,9 @@ class RowLoader:
         """Write rows of a group to where they belong."""
         self._write(group, rows, _ALL)
 
-    def load(self, decoded: DecodedPiece, version: int) -> None:
-        """Write those records of a piece that belong to a version."""
-        positions = decoded.positions_at(version)
+    def load(self, decoded: DecodedPiece, version: int, born_after: int = 0) -> None:
+        """Write those records of a piece that belong to a version, of those born after another."""
+        positions = decoded.positions_at(version, born_after)
         if positions is None:
             self._write(decoded.piece.group, decoded.rows, _ALL)
         elif len(positions):
