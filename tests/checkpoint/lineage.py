@@ -6,7 +6,6 @@ has happened to its writers, can tell whether its rows are right.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -66,13 +65,15 @@ def advance(fields: Fields, step: int) -> None:
             field[ids] = random.integers(0, 256, (len(ids), field.shape[1]), dtype=np.uint8)
 
 
-@cache
+_states: list[Fields] = [blank()]
+
+
 def state_after(step: int) -> Fields:
-    if step == 0:
-        return blank()
-    fields = {name: tuple(f.copy() for f in own) for name, own in state_after(step - 1).items()}
-    advance(fields, step)
-    return fields
+    while len(_states) <= step:
+        fields = {name: tuple(f.copy() for f in own) for name, own in _states[-1].items()}
+        advance(fields, len(_states))
+        _states.append(fields)
+    return _states[step]
 
 
 def same(one: Fields, other: Fields) -> bool:

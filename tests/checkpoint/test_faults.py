@@ -71,7 +71,7 @@ def go_on(root: Path, policy: Policy, files: Faulty) -> tuple[set[int], int]:
                 number = line.save()
                 line.writer.wait()
             except SaveFailed as error:
-                failures += error.__cause__ is not None  # what it names is what happened
+                failures += error.__cause__ is not None
                 if "still marked" in str(error):
                     continue
             promised.add(number)

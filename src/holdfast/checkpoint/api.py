@@ -21,7 +21,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -244,9 +244,11 @@ class Checkpointer:
         started = time.perf_counter()
         objects = self._objects
         with open_version(self.store, version.version) as reader:
-            tree = decode_tree(reader.dense(), f"{self.store.url}: {version.dense.name}")
+            where = f"{self.store.url}: {version.dense.name} (version {version.version})"
+            tree = decode_tree(reader.dense(), where)
             # What can be told to be wrong is told before anything is overwritten.
-            objects.check_dense(tree)
+            with _taken_for_damage(where):
+                objects.check_dense(tree)
             objects.prepare(reader.groups)
             text = f"restoring version {version.version}"
             # From here on the tables are not what the newest version and the marks say.
@@ -254,7 +256,8 @@ class Checkpointer:
             try:
                 with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
                     reader.read_rows(RowLoader(reader.groups, objects.fields), on_progress=on_progress)
-                objects.load_dense(tree)
+                with _taken_for_damage(where):
+                    objects.load_dense(tree)
             except BaseException:
                 objects.cancel_restore()
                 raise
@@ -275,6 +278,15 @@ class Checkpointer:
             for module in table.modules:
                 handle = module.register_forward_pre_hook(_marker(name, self._writer), with_kwargs=True)
                 self._cleanup.callback(handle.remove)
+
+
+@contextlib.contextmanager
+def _taken_for_damage(where: str) -> Iterator[None]:
+    """Data of another shape than every state has, a list where all have a dict, were not written by us."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpoint(f"{where} holds what is no state of these objects: {error!r}") from error
 
 
 def _row_ids(rows: Any, table: str, count: int) -> NDArray[np.int64]:

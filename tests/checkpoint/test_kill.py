@@ -1,0 +1,166 @@
+"""Writers that are killed, or stopped for a while, at random and at named moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.store.base import PARTIAL_PREFIX
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.errors import StoreLocked
+from holdfast.options import Policy
+from holdfast.testing.faults import WRITING_OPERATIONS
+from holdfast.testing.s3 import S3Server
+from tests.checkpoint.lineage import STRATEGIES, Lineage, QuickFiles, check_no_leftovers, check_store
+from tests.checkpoint.workers import Workers, running_workers, versions
+
+CHUNKED = 4  # in STRATEGIES
+POLICY = {"keep": 6}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with running_workers() as found:
+        yield found
+
+
+def check_after(store: Store, promised: dict[int, int], strategy: int) -> None:
+    """What is listed is right, what was promised is there, and a new writer finds a clean house."""
+    listed = {v.version: v.step for v in check_store(store).versions}
+    newest = max(listed, default=0)
+    kept = {v: s for v, s in promised.items() if v > newest - POLICY["keep"]}
+    assert kept.items() <= listed.items()
+    assert newest >= max(promised, default=0)
+    with store.lock_writer():
+        line = Lineage(store, Policy(strategy=STRATEGIES[strategy], keep=POLICY["keep"]))
+        assert line.step == listed.get(newest, 0)
+        check_no_leftovers(line)
+        line.train()
+        line.save()
+        line.writer.close()
+        check_store(store)
+
+
+def kill_at_random(workers: Workers, root: Path, strategy: int, chance: random.Random) -> int:
+    pid = workers.start("write", url=str(root), strategy=strategy, policy=POLICY)
+    workers.hear("open", pid)
+    time.sleep(chance.random() * 0.06)
+    os.kill(pid, signal.SIGKILL)
+    code, said = workers.end(pid)
+    assert code == -signal.SIGKILL, said
+    with LocalStore(root, create=False, files=QuickFiles()) as store:
+        check_after(store, versions(said), strategy)
+    return len(versions(said))
+
+
+def kill_at(workers: Workers, root: Path, operation: str, at: int, after: bool) -> bool:
+    pid = workers.start(
+        "write", url=str(root), strategy=CHUNKED, policy=POLICY, kill=[operation, at, after], saves=8
+    )
+    code, said = workers.end(pid)
+    assert code in (0, -signal.SIGKILL), said
+    with LocalStore(root, create=True, files=QuickFiles()) as store:
+        check_after(store, versions(said), CHUNKED)
+    assert not list(root.rglob(f"{PARTIAL_PREFIX}*"))
+    return code != 0
+
+
+def test_killed_at_random(tmp_path: Path, workers: Workers) -> None:
+    """The same store over and over: each writer goes on from what the one before it left."""
+    chance = random.Random(0)
+    saved = sum(kill_at_random(workers, tmp_path, CHUNKED, chance) for _ in range(15))
+    saved += sum(kill_at_random(workers, tmp_path / str(s), s, chance) for s in (0, 1, 2, 3, 5))
+    assert saved > 20, "there was something to lose"
+
+
+def test_killed_at_named_moments(tmp_path: Path, workers: Workers) -> None:
+    killed = 0
+    for number, operation in enumerate(WRITING_OPERATIONS):
+        for at, after in ((2, False), (11, True), (17, False)):
+            killed += kill_at(workers, tmp_path / f"{number}-{at}", operation, at, after)
+    assert killed >= 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("strategy", range(len(STRATEGIES)))
+def test_killed_hundreds_of_times(tmp_path: Path, workers: Workers, strategy: int) -> None:
+    chance = random.Random(strategy)
+    saved = sum(kill_at_random(workers, tmp_path, strategy, chance) for _ in range(100))
+    assert saved > 100
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("operation", WRITING_OPERATIONS)
+def test_killed_at_every_moment(tmp_path: Path, workers: Workers, operation: str) -> None:
+    for at in range(1, 400):
+        if not all(kill_at(workers, tmp_path / f"{at}-{a}", operation, at, a) for a in (False, True)):
+            break
+    assert 3 < at < 399
+
+
+def test_a_stopped_writer_keeps_its_folder(tmp_path: Path, workers: Workers) -> None:
+    """On a local disk the lock is the kernel's: it lasts as long as its holder, however slow."""
+    pid = workers.start(
+        "write", url=str(tmp_path), strategy=CHUNKED, policy=POLICY, stop_at_publish=4, saves=10
+    )
+    workers.hear("open", pid)
+    wait_until_stopped(pid)
+    with open_store(tmp_path, create=False) as store:
+        with pytest.raises(StoreLocked, match=f"process {pid} ") as caught:
+            store.lock_writer()
+        assert caught.value.pid == pid
+        check_store(store)
+        os.kill(pid, signal.SIGCONT)
+        code, said = workers.end(pid)
+        assert (code, said[-1]["event"]) == (0, "done")
+        assert len(versions(said)) == 10
+        check_after(store, versions(said), CHUNKED)
+
+
+def wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not stop")
+
+
+def test_a_writer_that_sleeps_through_its_lease(s3_server: S3Server, workers: Workers) -> None:
+    """On an object store a lease runs out. Whoever wakes up after that must not undo its successor's work.
+
+    It stops with all files of a version written and the manifest not yet: the successor takes the files for
+    leftovers, so the manifest must never come to be.
+    """
+    url = f"s3://{s3_server.bucket}/sleeper"
+    options: dict[str, Any] = s3_server.options(lease_seconds=1.0)
+    first = workers.start(
+        "write", url=url, options=options, strategy=CHUNKED, policy=POLICY, stop_at_publish=5, saves=10
+    )
+    workers.hear("open", first)
+    wait_until_stopped(first)
+    with open_store(url, create=False, options=options) as store:
+        before = check_store(store)
+        time.sleep(max(0.0, 1.2))
+        second = workers.start("write", url=url, options=options, strategy=CHUNKED, policy=POLICY, saves=1)
+        workers.hear("open", second)
+        os.kill(first, signal.SIGCONT)
+        code, said = workers.end(first)
+        assert code == 0
+        assert said[-1]["event"] == "error", said
+        assert said[-1]["kind"] in ("SaveFailed", "StoreLocked"), said
+        code, said = workers.end(second)
+        assert (code, said[-1]["event"]) == (0, "done"), said
+        (saved,) = versions(said)
+        found = check_store(store)
+        assert [v.version for v in found.versions] == [*(v.version for v in before.versions), saved]
