@@ -47,6 +47,16 @@ def _trailing_zeros(typing_context, word):
     return types.uint64(word), generate
 
 
+@intrinsic
+def _ones(typing_context, word):
+    """How many of a word's bits are 1."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(word), generate
+
+
 @njit(cache=True, nogil=True)
 def mark_rows(bits, ids, first, rows):
     """Set the bits first + id of a uint64 bitmap. Ids outside of the table are not its concern."""
@@ -60,12 +70,9 @@ def mark_rows(bits, ids, first, rows):
 @njit(cache=True, nogil=True)
 def count_marked(bits):
     """How many bits are set."""
-    total = 0
+    total = np.int64(0)
     for w in range(bits.shape[0]):
-        word = bits[w]
-        while word != np.uint64(0):
-            word &= word - np.uint64(1)
-            total += 1
+        total += np.int64(_ones(bits[w]))
     return total
 
 
@@ -196,36 +203,39 @@ def _word(address, at, limit):
 
 
 @njit(cache=True, nogil=True)
-def scatter_rows(addresses, firsts, words, ids, values):
-    """Copy row values[i] to row ids[i] of tables that are numbered through.
+def scatter_rows(addresses, firsts, words, ids, values, positions):
+    """Copy row values[p] to row ids[p] of tables that are numbered through, for each p of ``positions``.
 
     Table t begins at memory address addresses[t] and has rows firsts[t] to firsts[t + 1] - 1 of the
     numbering, of ``words`` 64-bit words each. ids ascend and lie within the numbering: the caller's duty.
+    Without positions: every row.
     """
-    table = 0
+    some = positions.shape[0] > 0
+    count = positions.shape[0] if some else ids.shape[0]
+    table = ahead = 0
     live = carray(_pointer(addresses[0]), (firsts[1] - firsts[0], words), np.uint64)
-    count = ids.shape[0]
-    ahead = 0
     for i in range(count):
+        p = positions[i] if some else i
         if i + _AHEAD < count:  # rows lie anywhere: ask for the one that comes in a while
-            while ids[i + _AHEAD] >= firsts[ahead + 1]:
+            coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
+            while coming >= firsts[ahead + 1]:
                 ahead += 1
-            _prefetch(addresses[ahead] + (ids[i + _AHEAD] - firsts[ahead]) * (8 * words))
-        if ids[i] >= firsts[table + 1]:
-            while ids[i] >= firsts[table + 1]:
+            _prefetch(addresses[ahead] + (coming - firsts[ahead]) * (8 * words))
+        if ids[p] >= firsts[table + 1]:
+            while ids[p] >= firsts[table + 1]:
                 table += 1
             live = carray(_pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), np.uint64)
-        row = ids[i] - firsts[table]
+        row = ids[p] - firsts[table]
         w = 0
         while w + 8 <= words:  # eight loads, then eight stores: they may not be told apart otherwise
-            a0 = values[i, w]
-            a1 = values[i, w + 1]
-            a2 = values[i, w + 2]
-            a3 = values[i, w + 3]
-            a4 = values[i, w + 4]
-            a5 = values[i, w + 5]
-            a6 = values[i, w + 6]
-            a7 = values[i, w + 7]
+            a0 = values[p, w]
+            a1 = values[p, w + 1]
+            a2 = values[p, w + 2]
+            a3 = values[p, w + 3]
+            a4 = values[p, w + 4]
+            a5 = values[p, w + 5]
+            a6 = values[p, w + 6]
+            a7 = values[p, w + 7]
             live[row, w] = a0
             live[row, w + 1] = a1
             live[row, w + 2] = a2
@@ -236,5 +246,50 @@ def scatter_rows(addresses, firsts, words, ids, values):
             live[row, w + 7] = a7
             w += 8
         while w < words:
-            live[row, w] = values[i, w]
+            live[row, w] = values[p, w]
             w += 1
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _mixed(value):
+    """SplitMix64's last steps: every bit of the value moves every bit of the result."""
+    value ^= value >> np.uint64(30)
+    value *= np.uint64(0xBF58476D1CE4E5B9)
+    value ^= value >> np.uint64(27)
+    value *= np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def bloom_add(words, probes, ids):
+    """Put ids into a Bloom filter: ``probes`` bits for each, all in one block of eight 64-bit words."""
+    blocks = np.uint64(words.shape[0] >> 3)
+    for i in range(ids.shape[0]):
+        place = _mixed(np.uint64(ids[i]) + np.uint64(0x9E3779B97F4A7C15))
+        bits = _mixed(place + np.uint64(0x9E3779B97F4A7C15))
+        first = np.int64(((place >> np.uint64(32)) * blocks) >> np.uint64(32)) << 3
+        for _ in range(probes):
+            words[first + np.int64((bits >> np.uint64(6)) & np.uint64(7))] |= np.uint64(1) << (
+                bits & np.uint64(63)
+            )
+            bits >>= np.uint64(9)
+
+
+@njit(cache=True, nogil=True)
+def bloom_count(words, probes, ids):
+    """How many ids have all of their bits in the filter."""
+    blocks = np.uint64(words.shape[0] >> 3)
+    found = 0
+    for i in range(ids.shape[0]):
+        place = _mixed(np.uint64(ids[i]) + np.uint64(0x9E3779B97F4A7C15))
+        bits = _mixed(place + np.uint64(0x9E3779B97F4A7C15))
+        first = np.int64(((place >> np.uint64(32)) * blocks) >> np.uint64(32)) << 3
+        hit = True
+        for _ in range(probes):
+            word = words[first + np.int64((bits >> np.uint64(6)) & np.uint64(7))]
+            if (word >> (bits & np.uint64(63))) & np.uint64(1) == np.uint64(0):
+                hit = False
+                break
+            bits >>= np.uint64(9)
+        found += hit
+    return found

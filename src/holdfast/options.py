@@ -43,9 +43,17 @@ class Incremental:
 class Chunked:
     """As ``Incremental``, and in the background replaced rows are moved out of the way of later restores.
 
+    Two layouts do that. "rounds" waits until enough of a file has been replaced: it rewrites about as much as
+    was saved, makes few files, and a restore reads little that was replaced. "2d" is IncrCP's
+    two-dimensional list: after each version it compares the new rows with all that is current. With
+    ``threshold=0`` a restore reads each row once, for several times the rewriting and many small pieces;
+    each step of the threshold trades the one for the other. A restore from "2d" holds all rows that changed
+    since the full version in memory, one from "rounds" a few megabytes. Changing the layout of a store
+    begins with a new full version.
+
     Args:
         layout: "rounds" sorts rows out every ``round_versions``, in files of which more than
-            ``dead_fraction`` has been replaced; "2d" is IncrCP's two-dimensional list, after each version.
+            ``dead_fraction`` has been replaced; "2d" takes them out of older chunks after each version.
         round_versions: versions between two rounds ("rounds").
         dead_fraction: how much of a file must have been replaced before it is rewritten ("rounds").
         threshold: IncrCP's R: chunks are compared further only if more than this share of the newer one's

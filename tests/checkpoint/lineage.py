@@ -112,7 +112,7 @@ class Lineage:
 
     def save(self) -> int:
         step = self.step
-        return self.writer.save(step, lambda: [dense(step)], {})
+        return self.writer.save(step, lambda: lambda: [dense(step)], {})
 
 
 def dense(step: int) -> bytes:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import holdfast as hf
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.store import open_store
 from holdfast.training.metrics import digest
 from holdfast.training.optimizers import RowMomentum, RowWiseAdagrad
 
@@ -24,6 +26,8 @@ STRATEGIES: list[Any] = [
     hf.Incremental(),
     hf.Chunked(round_versions=2, reset="never"),
     hf.Chunked(round_versions=1, dead_fraction=0.0),
+    hf.Chunked(layout="2d", threshold=0.0, reset="never"),
+    hf.Chunked(layout="2d", threshold=0.3),
 ]
 
 
@@ -119,6 +123,61 @@ def test_saving_goes_on_after_a_restart(tmp_path: Path, strategy: Any) -> None:
         with hf.Checkpointer(tmp_path, fresh.objects) as ckpt:
             ckpt.restore(version)
         assert fresh.digest() == expected
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [("rounds", "2d", "rounds"), ("2d", "rounds", "2d")],
+    ids="-".join,
+)
+def test_a_change_of_layout_starts_a_new_era(tmp_path: Path, layouts: Any) -> None:
+    truth: dict[int, str] = {}
+    for process, layout in enumerate(layouts):
+        run = Run()
+        policy = hf.Policy(strategy=hf.Chunked(layout=layout, round_versions=2, reset="never"))
+        with hf.Checkpointer(tmp_path, run.objects, policy) as ckpt:
+            ckpt.restore()
+            for step in range(process * 6, process * 6 + 6):
+                run.train()
+                version = ckpt.save(step)
+                assert version is not None
+                truth[version] = run.digest()
+    assert [v.version for v in ckpt.versions() if v.baseline] == [1, 7, 13]
+    for version, expected in truth.items():
+        fresh = Run()
+        with hf.Checkpointer(tmp_path, fresh.objects) as ckpt:
+            ckpt.restore(version)
+        assert fresh.digest() == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_going_on_after_the_newest_versions_were_deleted(tmp_path: Path, strategy: Any) -> None:
+    """Rows may have been arranged by what a deleted version replaced: its era cannot go on."""
+    run = Run()
+    policy = hf.Policy(strategy=strategy)
+    truth: dict[int, str] = {}
+    with hf.Checkpointer(tmp_path, run.objects, policy) as ckpt:
+        for step in range(8):
+            run.train()
+            version = ckpt.save(step)
+            assert version is not None
+            truth[version] = run.digest()
+    with open_store(tmp_path, create=False) as store:
+        Catalog(store, policy).delete_versions([6, 7, 8])
+    other = Run()
+    with hf.Checkpointer(tmp_path, other.objects, policy) as ckpt:
+        assert ckpt.restore() == 5
+        for step in range(5, 9):
+            other.train()
+            version = ckpt.save(step)
+            assert version is not None
+            assert version > 8, "numbers are not used again"
+            truth[version] = other.digest()
+    for version in (*range(1, 6), *range(9, 13)):
+        fresh = Run()
+        with hf.Checkpointer(tmp_path, fresh.objects) as ckpt:
+            ckpt.restore(version)
+        assert fresh.digest() == truth[version], version
 
 
 def test_going_on_from_an_older_version_starts_a_new_era(tmp_path: Path) -> None:

@@ -160,7 +160,9 @@ def test_rows_go_to_their_tables(words: int, tables: list[int]) -> None:
         for row, value in zip(ids, values, strict=True):
             table = int(np.searchsorted(firsts, row, "right")) - 1
             expected[table][1 + row - firsts[table]] = value
-        scatter_rows(addresses, firsts, words, ids, values)
+        some = np.flatnonzero(random.random(len(ids)) < 0.5)
+        scatter_rows(addresses, firsts, words, ids, values, some)  # a part first, then all
+        scatter_rows(addresses, firsts, words, ids, values, some[:0])
         for mine, theirs in zip(expected, live, strict=True):
             assert np.array_equal(mine, theirs)
 
@@ -169,5 +171,5 @@ def test_of_a_row_that_repeats_the_last_counts() -> None:
     live = np.zeros((4, 1), np.uint64)
     addresses = np.array([live.ctypes.data], np.int64)
     values = np.array([[1], [2], [3]], np.uint64)
-    scatter_rows(addresses, np.array([0, 4]), 1, np.array([2, 2, 3]), values)
+    scatter_rows(addresses, np.array([0, 4]), 1, np.array([2, 2, 3]), values, np.empty(0, np.int64))
     assert live.reshape(-1).tolist() == [0, 0, 2, 3]

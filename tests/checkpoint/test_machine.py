@@ -73,7 +73,7 @@ class Machine(RuleBasedStateMachine):
     @rule(wait=st.booleans())
     def save(self, wait: bool) -> None:
         self.steps += 1
-        number = self.writer.save(self.steps, lambda: [b"dense"], {})
+        number = self.writer.save(self.steps, lambda: lambda: [b"dense"], {})
         assert number not in self.truth
         self.truth[number] = {name: tuple(f.copy() for f in own) for name, own in self.tables.items()}
         self.listed.append(number)
@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
             raise StoreError("no")
 
         setattr(self.store, name, fail)
-        self.writer.save(-1, lambda: [b"dense"], {})
+        self.writer.save(-1, lambda: lambda: [b"dense"], {})
         with pytest.raises(SaveFailed):
             self.writer.wait()
         delattr(self.store, name)

@@ -29,6 +29,9 @@ STRATEGIES = [
     Incremental(),
     Chunked(round_versions=3),
     Chunked(round_versions=1, dead_fraction=0),
+    Chunked(layout="2d", threshold=0.0),
+    Chunked(layout="2d", threshold=0.02),
+    Chunked(layout="2d", threshold=0.3),
 ]
 Tables = list[tuple[np.ndarray[Any, Any], ...]]
 
@@ -92,6 +95,15 @@ class Trainer:
             self.catalog.commit_round(self.era, [tidied])
             self.shard.apply(tidied)
 
+    def restart(self) -> None:
+        """Another process takes up the newest version."""
+        self.catalog = Catalog(self.store, self.catalog.policy)
+        self.catalog.delete_leftovers()
+        self.shard = Shard(0, GROUPS, self.shard.strategy)
+        newest = self.catalog.newest
+        assert newest is not None
+        self.shard.resume(self.store, self.catalog.manifest.era(newest.era))
+
 
 def restored(store: Store, version: int) -> Tables:
     state: Tables = [tuple(np.zeros((g.rows, f.bytes), np.uint8) for f in g.fields) for g in GROUPS]
@@ -152,6 +164,17 @@ def test_what_retention_leaves_comes_back_and_the_rest_is_freed(tmp_path: Path, 
     on_disk = {info.name for folder in ("chunks/", "dense/") for info in store.list(folder)}
     assert on_disk == named, "deleted versions leave no files behind"
     assert all("00000001" not in name for name in on_disk)
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if not isinstance(s, Full)], ids=str)
+def test_restarts_change_nothing(tmp_path: Path, strategy: Any) -> None:
+    policy = Policy(strategy=strategy, keep=6, keep_every=5)
+    trainer = Trainer(open_store(tmp_path, create=True), policy, 2)
+    for step in range(24):
+        trainer.save(trainer.train(), baseline=step == 9)
+        if step % 3 == 2:
+            trainer.restart()
+            check_all(trainer)
 
 
 def test_nothing_is_stored_twice_by_rounds(tmp_path: Path) -> None:

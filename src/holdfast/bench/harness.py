@@ -26,6 +26,7 @@ from rich.table import Table
 from holdfast.errors import ConfigError
 
 BENCHES = {
+    "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
 }
 

@@ -21,7 +21,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
-from holdfast.checkpoint.manifest import Version, read_newest
+from holdfast.checkpoint.manifest import Manifest, Version, read_newest
 from holdfast.checkpoint.progress import byte_progress
 from holdfast.checkpoint.records import make_groups
 from holdfast.checkpoint.restore import RowLoader, VersionReader, find_version, open_version
@@ -97,6 +97,7 @@ class Checkpointer:
         except BaseException:
             self._cleanup.close()
             raise
+        self._captured_before = False
         # Who forgets to close it gets what is under way written all the same, and the lock freed.
         self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, os.getpid())
         self._last_step: int | None = None
@@ -130,10 +131,9 @@ class Checkpointer:
         if self._writer.skips(step):
             return None
         self._bind()
-        for table in self._objects.tables:
-            if self._objects.changes_unseen_rows(table):
-                self._writer.tracker.mark_table(table)
-        version = self._writer.save(step, lambda: encode_tree(self._objects.dense_tree()), metadata or {})
+        for table in self._objects.tables_with_unseen_changes():
+            self._writer.tracker.mark_table(table)
+        version = self._writer.save(step, self._capture_dense, metadata or {})
         self._last_step = self._last_save_step = step
         self._last_save_time = time.monotonic()
         return version
@@ -169,7 +169,12 @@ class Checkpointer:
 
     def versions(self) -> list[Version]:
         """All versions that can be restored, oldest first."""
-        return list(self._writer.catalog.manifest.versions)  # this is the store's only writer
+        return list(self.manifest.versions)  # this is the store's only writer
+
+    @property
+    def manifest(self) -> Manifest:
+        """What stands in the store."""
+        return self._writer.catalog.manifest
 
     def mark(self, table: str, rows: Any = None) -> None:
         """Say that rows of a table were changed other than by training; all of them without ``rows``."""
@@ -225,6 +230,15 @@ class Checkpointer:
     def _bind(self) -> None:
         """Optimizers make their state when they first step: look at the layout before each save."""
         self._writer.bind(make_groups(self._objects.layout()), self._objects.fields)
+
+    def _capture_dense(self) -> Callable[[], Sequence[Any]]:
+        tree = self._objects.capture()
+        if not self._captured_before:
+            # A state that cannot be stored is the caller's to mend: say so at once, not at the next call.
+            encoded = encode_tree(tree())
+            self._captured_before = True
+            return lambda: encoded
+        return lambda: encode_tree(tree())
 
     def _restore(self, version: Version) -> int:
         started = time.perf_counter()

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.bundles import Change
 from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, Manifest, Version
 from holdfast.checkpoint.records import Group
-from holdfast.checkpoint.shard import Change
 from holdfast.checkpoint.store import Store
 from holdfast.errors import AlreadyExists
 from holdfast.options import Policy
@@ -115,14 +115,23 @@ class Catalog:
         changes = list(changes)
         removed = {name for change in changes for name in change.removed}
         added = [f for change in changes for f in change.added]
+        updated = {f.name: f for change in changes for f in change.updated}
         eras = []
         for era in self.manifest.eras:
             if era.number == era_number:
-                files = [*(f for f in era.files if f.name not in removed), *added]
+                stay = [updated.get(f.name, f) for f in era.files if f.name not in removed]
+                files = [*stay, *added]
                 eras.append(msgspec.structs.replace(era, files=files))
             else:
                 eras.append(era)
         self._publish(eras, self.manifest.versions)
+
+    def free_replaced(self) -> None:
+        """Publish the same once more, so that the manifest before it does not need replaced files either.
+
+        They are deleted with it, rather than with the next version.
+        """
+        self._publish(self.manifest.eras, self.manifest.versions)
 
     def delete_versions(self, numbers: Iterable[int]) -> None:
         """Make versions cease to exist, and delete what only they needed.

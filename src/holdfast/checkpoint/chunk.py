@@ -297,13 +297,18 @@ class DecodedPiece:
     born: NDArray[np.int32] | int
     died: NDArray[np.int32] | int
 
-    def at(self, version: int) -> Rows:
-        """The records that belong to a version."""
+    def positions_at(self, version: int, born_after: int = 0) -> NDArray[np.int64] | None:
+        """Where the records are that belong to a version, of those born after another; None if all are."""
         piece = self.piece
-        if piece.last_born <= version and piece.first_died > version:
-            return self.rows
-        alive = np.broadcast_to((self.born <= version) & (self.died > version), len(self.rows))
-        return self.rows.take(np.flatnonzero(alive))
+        if born_after < piece.first_born and piece.last_born <= version and piece.first_died > version:
+            return None
+        lives = (self.born > born_after) & (self.born <= version) & (self.died > version)
+        return np.flatnonzero(np.broadcast_to(lives, len(self.rows)))
+
+    def at(self, version: int, born_after: int = 0) -> Rows:
+        """The records that belong to a version, of those that were born after another."""
+        positions = self.positions_at(version, born_after)
+        return self.rows if positions is None else self.rows.take(positions)
 
 
 def _pack(piece: Piece) -> list[Any]:

@@ -34,7 +34,7 @@ _NAME = re.compile(r"manifests/(\d{10})\.json")
 FileKind = Literal["baseline", "increment", "live", "history"]
 
 
-class FileEntry(Struct, frozen=True):
+class FileEntry(Struct, frozen=True, omit_defaults=True):
     """A chunk file, and which versions of its era need it: ``first_born <= version < last_died``."""
 
     name: str
@@ -47,6 +47,9 @@ class FileEntry(Struct, frozen=True):
     first_born: int
     last_died: int
     rows: int
+    dead_pieces: tuple[int, ...] = ()
+    """Numbers of pieces that no version reads from this file any more, ascending: their records have been
+    moved to other files, or belong to no version that was kept."""
 
 
 class DenseEntry(Struct, frozen=True):

@@ -128,6 +128,16 @@ class Rows:
         return Rows(self.ids[positions], tuple(np.take(f, positions, 0, mode="clip") for f in self.fields))
 
 
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """Records of one group one after the other; at least one part."""
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        np.concatenate([p.ids for p in parts]),
+        tuple(np.concatenate(fields) for fields in zip(*(p.fields for p in parts), strict=True)),
+    )
+
+
 def take_rows(field: Bytes2D, ids: RowIds, out: Bytes2D) -> None:
     """out[i] = field[ids[i]]. The quickest gather that there is here: one memcpy a row."""
-    np.take(field, ids, axis=0, out=out, mode="clip")
+    field.take(ids, 0, out, "clip")

@@ -1,11 +1,13 @@
 """Reading a version: which pieces it needs, in which order, as few and as long reads as possible.
 
 The main path is ``VersionReader.read_rows``: a thread reads and checks the next stretch of a file while
-this one decodes the last and hands its rows to whoever restores.
+this one decodes the last and hands its rows to whoever restores. Only where files take turns, as bundles of
+several columns do, are they read as a whole before their rows are handed on.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +29,7 @@ from holdfast.checkpoint.chunk import (
     decode_piece,
 )
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
-from holdfast.checkpoint.records import Bytes2D, Group, Rows
+from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.base import ReadRequest
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
@@ -38,6 +40,7 @@ STRETCH_BYTES = 4 << 20
 MOST_OPEN = 256
 """Files of a version that are held open; a process may have 1024 in all, as a rule."""
 _AHEAD = 3
+_ALL = np.empty(0, np.int64)
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
 Sink = Callable[[int, Rows], None]
@@ -64,6 +67,9 @@ class OpenFile:
     entry: FileEntry
     reader: ObjectReader
     pieces: tuple[Piece, ...]
+    """Those that some version may need: the manifest says which are dead."""
+    numbers: tuple[int, ...]
+    """Which piece of the file each of them is."""
     where: str
 
     def read(self, pieces: Sequence[Piece], out: NDArray[np.uint8]) -> None:
@@ -91,7 +97,8 @@ def open_file(
     except BaseException:
         reader.close()
         raise
-    return OpenFile(entry, reader, pieces, where)
+    numbers = tuple(sorted(set(range(len(pieces))) - set(entry.dead_pieces)))
+    return OpenFile(entry, reader, tuple(pieces[number] for number in numbers), numbers, where)
 
 
 class _OpenedForEachRead(ObjectReader):
@@ -139,15 +146,18 @@ class VersionReader:
             self._stack.close()
             raise
 
-    def pieces(self, *, baseline: bool = True) -> list[tuple[OpenFile, Piece]]:
-        """All pieces that the version needs, in the order in which they are to be applied."""
+    def pieces(self, *, baseline: bool = True, born_after: int = 0) -> list[tuple[OpenFile, Piece]]:
+        """All pieces that the version needs, in the order in which they are to be applied.
+
+        ``born_after`` leaves out those that an earlier version of its era holds too.
+        """
         v = self.version.version
         needed = [
             (file, piece)
             for file in self.files
             if baseline or file.entry.kind != "baseline"
             for piece in file.pieces
-            if piece.rows and piece.first_born <= v < piece.last_died
+            if piece.rows and piece.first_born <= v < piece.last_died and piece.last_born > born_after
         ]
         return sorted(needed, key=lambda pair: pair[1].rank)
 
@@ -168,19 +178,24 @@ class VersionReader:
         sink: Sink,
         *,
         baseline: bool = True,
+        born_after: int = 0,
         on_progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         """Hand all rows of the version to the sink, later ones overriding earlier ones.
 
         ``baseline=False`` leaves out the rows of the era's full version: only what changed since.
+        ``born_after`` leaves out what was written for that version of the era or an earlier one.
         ``on_progress`` is told how many bytes have been handed on.
         """
-        pieces = self.pieces(baseline=baseline)
+        pieces = self.pieces(baseline=baseline, born_after=born_after)
         done = 0
-        for decoded in self._decode(_stretches(pieces)):
-            rows = decoded.at(self.version.version)
-            if len(rows):
-                sink(decoded.piece.group, rows)
+        for decoded in self._in_order(pieces):
+            if isinstance(sink, RowLoader):  # takes the records that it needs out of the piece itself
+                sink.load(decoded, self.version.version, born_after)
+            else:
+                rows = decoded.at(self.version.version, born_after)
+                if len(rows):
+                    sink(decoded.piece.group, rows)
             done += decoded.piece.length
             on_progress(done)
 
@@ -194,7 +209,21 @@ class VersionReader:
         """How many bytes ``read_rows`` reads."""
         return sum(piece.length for _, piece in self.pieces())
 
-    def _decode(self, stretches: Iterator[Stretch]) -> Iterator[DecodedPiece]:
+    def _in_order(self, pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[DecodedPiece]:
+        """Pieces by ascending rank, read in long stretches."""
+        for interleaved, batch in _batches(pieces):
+            if not interleaved:
+                yield from self._decode(_stretches(batch))
+                continue
+            # By rank, every read would be of another file. By file they are long, if all of it is in memory
+            # before any is handed on.
+            whole = list(self._decode(_stretches(batch, by_file=True), reuse=False))
+            whole.sort(key=lambda decoded: decoded.piece.rank, reverse=True)
+            while whole:
+                yield whole.pop()
+
+    def _decode(self, stretches: Iterator[Stretch], *, reuse: bool = True) -> Iterator[DecodedPiece]:
+        """Decode in the order of reading. With ``reuse`` a piece is valid until the next one is asked for."""
         free: list[NDArray[np.uint8]] = []
         under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[list[DecodedPiece]]]] = deque()
 
@@ -203,15 +232,15 @@ class VersionReader:
             yield from future.result()
             self.bytes_read += stretch.bytes
             self.pieces_read += len(stretch.pieces)
-            if len(buffer) == STRETCH_BYTES:
+            if reuse and len(buffer) == STRETCH_BYTES:
                 free.append(buffer)  # its rows have been handed on
 
         with ThreadPoolExecutor(1, "holdfast-read") as pool:
             try:
                 for stretch in stretches:
                     size = stretch.bytes
-                    reusable = free and size <= STRETCH_BYTES
-                    buffer = free.pop() if reusable else np.empty(max(size, STRETCH_BYTES), np.uint8)
+                    least = STRETCH_BYTES if reuse else 0
+                    buffer = free.pop() if free and size <= least else np.empty(max(size, least), np.uint8)
                     future = pool.submit(_read_stretch, stretch, self.groups, buffer[:size])
                     under_way.append((stretch, buffer, future))
                     if len(under_way) > _AHEAD:
@@ -284,13 +313,44 @@ def _read_stretch(stretch: Stretch, groups: Sequence[Group], buffer: NDArray[np.
     return decoded
 
 
-def _stretches(pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[Stretch]:
-    """Neighbouring pieces of a file together, up to a limit, in an order that keeps ranks ascending."""
+def _batches(
+    pieces: Sequence[tuple[OpenFile, Piece]],
+) -> Iterator[tuple[bool, list[tuple[OpenFile, Piece]]]]:
+    """Pieces by ascending rank, in as few batches as can be; whether several files take turns in it.
+
+    They do where one file has ranks between those of another.
+    """
+    by_file: dict[str, list[tuple[OpenFile, Piece]]] = {}
+    for pair in pieces:
+        by_file.setdefault(pair[0].entry.name, []).append(pair)
+    spans = sorted(
+        (min(piece.rank for _, piece in mine), max(piece.rank for _, piece in mine), name)
+        for name, mine in by_file.items()
+    )
+    clusters: list[list[str]] = []
+    highest = -1
+    for low, high, name in spans:
+        if low < highest:
+            clusters[-1].append(name)
+        else:
+            clusters.append([name])
+        highest = max(highest, high)
+    for interleaved, together in itertools.groupby(clusters, key=lambda names: len(names) > 1):
+        yield interleaved, [pair for names in together for name in names for pair in by_file[name]]
+
+
+def _stretches(pieces: Sequence[tuple[OpenFile, Piece]], *, by_file: bool = False) -> Iterator[Stretch]:
+    """Neighbouring pieces of a file together, up to a limit, in an order that keeps ranks ascending.
+
+    ``by_file`` gives up that order for fewer stretches.
+    """
     gathered: list[Piece] = []
     size = 0
     file: OpenFile | None = None
     # Among pieces of equal rank the order is free: by place, so that neighbours meet.
-    for next_file, piece in sorted(pieces, key=lambda p: (p[1].rank, p[0].entry.name, p[1].offset)):
+    for next_file, piece in sorted(
+        pieces, key=lambda p: (0 if by_file else p[1].rank, p[0].entry.name, p[1].offset)
+    ):
         if file is not None and (next_file is not file or size + piece.length > STRETCH_BYTES):
             yield Stretch(file, tuple(gathered))
             gathered, size = [], 0
@@ -327,6 +387,17 @@ class RowLoader:
 
     def __call__(self, group: int, rows: Rows) -> None:
         """Write rows of a group to where they belong."""
+        self._write(group, rows, _ALL)
+
+    def load(self, decoded: DecodedPiece, version: int, born_after: int = 0) -> None:
+        """Write those records of a piece that belong to a version, of those born after another."""
+        positions = decoded.positions_at(version, born_after)
+        if positions is None:
+            self._write(decoded.piece.group, decoded.rows, _ALL)
+        elif len(positions):
+            self._write(decoded.piece.group, decoded.rows, positions)
+
+    def _write(self, group: int, rows: Rows, positions: NDArray[np.int64]) -> None:
         firsts = self._firsts[group]
         if not len(rows):
             return
@@ -335,13 +406,18 @@ class RowLoader:
         for number, values in enumerate(rows.fields):
             if values.shape[1] % 8 == 0:
                 words = values.view(np.uint64)
-                scatter_rows(self._addresses[group][number], firsts, words.shape[1], rows.ids, words)
+                addresses = self._addresses[group][number]
+                scatter_rows(addresses, firsts, words.shape[1], rows.ids, words, positions)
             else:
-                self._write_odd(group, number, rows, values)
+                self._write_odd(group, number, rows.ids, values, positions)
 
-    def _write_odd(self, group: int, number: int, rows: Rows, values: Bytes2D) -> None:
+    def _write_odd(
+        self, group: int, number: int, ids: RowIds, values: Bytes2D, positions: NDArray[np.int64]
+    ) -> None:
         """Fields whose rows are not whole words."""
-        cuts = np.searchsorted(rows.ids, self._firsts[group])
+        if len(positions):
+            ids, values = ids[positions], values[positions]
+        cuts = np.searchsorted(ids, self._firsts[group])
         for table, first in enumerate(self._firsts[group][:-1]):
             a, b = cuts[table], cuts[table + 1]
-            self._live[group][table][number][rows.ids[a:b] - first] = values[a:b]
+            self._live[group][table][number][ids[a:b] - first] = values[a:b]

@@ -13,8 +13,8 @@ restore another checkpoint, or make them anew. ``cancel_restore`` gives up after
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -30,6 +30,7 @@ from holdfast.checkpoint.records import Field, Group
 from holdfast.checkpoint.torch_values import (
     DTYPE_NAMES,
     TORCH_DTYPES,
+    copy_random_states,
     live_leaf,
     memory_key,
     plain_leaf,
@@ -71,6 +72,17 @@ class LiveTable:
         return cast("nn.Parameter", weight)
 
 
+@dataclass(frozen=True, slots=True)
+class _LiveRows:
+    """A table's tensors and what follows from them, valid as long as the signature is the same."""
+
+    signature: list[tuple[Any, ...]]
+    kept: list[tuple[str, Tensor]]
+    tensors: dict[str, Tensor]
+    fields: tuple[Field, ...]
+    views: tuple[NDArray[np.uint8], ...]
+
+
 class TrainingObjects:
     """Everything that a training run would lose in a crash.
 
@@ -89,6 +101,8 @@ class TrainingObjects:
         self._optimizers = {n: o for n, o in objects.items() if isinstance(o, Optimizer)}
         self.tables: Mapping[str, LiveTable] = _find_tables(self._modules)
         self._incoming: dict[str, dict[str, Tensor]] = {}
+        self._known: dict[str, _LiveRows] = {}
+        self._places: dict[int, tuple[Any, TablePlace]] = {}
         self._seen_versions = self._versions()
 
     # Saving
@@ -98,12 +112,9 @@ class TrainingObjects:
 
         Optimizers make their state when they first need it: the layout may grow from one call to the next.
         """
-        found = []
         for table in self.tables.values():
-            tensors = self._row_tensors(table)
-            fields = tuple(row_field(name, tensor) for name, tensor in tensors.items())
-            found.append((table.name, len(tensors[WEIGHT]), fields))
-        return found
+            self._look_at(table)
+        return [(name, len(rows.tensors[WEIGHT]), rows.fields) for name, rows in self._known.items()]
 
     def fields(self, table: str) -> tuple[NDArray[np.uint8], ...]:
         """The live memory of a table's fields, each [rows, bytes], in the order of ``layout``.
@@ -111,31 +122,45 @@ class TrainingObjects:
         Between ``prepare`` and ``load_dense`` it is what the checkpoint's rows are to be written into, in the
         order of the group that names the table. Ask anew for every save: states may have been replaced.
         """
-        tensors = self._incoming.get(table) or self._row_tensors(self.tables[table])
-        return tuple(map(row_bytes, tensors.values()))
+        incoming = self._incoming.get(table)
+        if incoming:
+            return tuple(map(row_bytes, incoming.values()))
+        return self._look_at(self.tables[table]).views
 
     def dense_tree(self) -> dict[str, Any]:
         """Everything but the rows, copied: nothing in it changes when training goes on.
 
         Raises UnsupportedState, with the path to it, for a value that is not plain data.
         """
-        places = self._places()
+        return self.capture()()
+
+    def capture(self) -> Callable[[], dict[str, Any]]:
+        """Copy everything but the rows, now, and give a function that makes a ``dense_tree`` of it.
+
+        The copy is all that has to happen between two steps; what the function does can wait, in another
+        thread. It raises what ``dense_tree`` raises.
+        """
+        places = self._find_places()
+        states = {name: thing.state_dict() for name, thing in self.objects.items()}
+        copies = {name: _copied(state, places) for name, state in states.items()}
+        metadata = {name: dict(getattr(states[name], "_metadata", {})) for name in self._modules}
+        optimizers = {name: type(o).__name__ for name, o in self._optimizers.items()}
+        # Last: a loader's state_dict() may draw random numbers.
+        random_copy = copy_random_states()
 
         def leaf(value: Any, path: str) -> Any:
-            place = places.get(memory_key(value)) if isinstance(value, Tensor) else None
-            return place or plain_leaf(value, path)
+            return value if type(value) is TablePlace else plain_leaf(value, path)
 
-        states = {name: thing.state_dict() for name, thing in self.objects.items()}
-        return {
-            "objects": {name: map_tree(state, leaf, name) for name, state in states.items()},
-            "optimizers": {name: type(o).__name__ for name, o in self._optimizers.items()},
-            # Versions of modules' formats, which PyTorch keeps in an attribute of the state.
-            "metadata": {
-                name: map_tree(getattr(states[name], "_metadata", {}), leaf, name) for name in self._modules
-            },
-            # Last: a loader's state_dict() may draw random numbers.
-            "rng": random_states(),
-        }
+        def tree() -> dict[str, Any]:
+            return {
+                "objects": {name: map_tree(state, leaf, name) for name, state in copies.items()},
+                "optimizers": optimizers,
+                # Versions of modules' formats, which PyTorch keeps in an attribute of the state.
+                "metadata": {name: map_tree(value, leaf, name) for name, value in metadata.items()},
+                "rng": random_states(random_copy),
+            }
+
+        return tree
 
     # Restoring
 
@@ -204,21 +229,33 @@ class TrainingObjects:
 
     # Tracking
 
-    def changes_unseen_rows(self, table: str) -> bool:
-        """Whether rows of a table may change, or may have changed, without a lookup that named them.
+    def tables_with_unseen_changes(self) -> list[str]:
+        """The tables of which rows may change, or may have changed, without a lookup that named them.
 
-        Then the whole table has to be saved. Ask at every save: settings of optimizers can change. Writing
+        Such a table has to be saved as a whole. Ask at every save: settings of optimizers can change. Writing
         to weights behind the optimizers' back goes unnoticed, except in a table that no optimizer has.
         """
-        live = self.tables[table]
-        weight = live.weight
-        owners = [(o, g) for o in self._optimizers.values() for g in o.param_groups if _holds(g, weight)]
+        owners: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    owners.setdefault(id(parameter), []).append((optimizer, group))
+        return [
+            name
+            for name, table in self.tables.items()
+            if self._changes_unseen_rows(table, owners.get(id(table.modules[0].weight), []))
+        ]
+
+    def _changes_unseen_rows(
+        self, table: LiveTable, owners: Sequence[tuple[Optimizer, dict[str, Any]]]
+    ) -> bool:
+        weight = table.modules[0].weight
         if not owners:
             # An average of a model has such tables. PyTorch counts what is written to a tensor.
-            return weight.requires_grad or weight._version != self._seen_versions[table]
-        sparse = all(module.sparse for module in live.modules)
+            return weight.requires_grad or weight._version != self._seen_versions[table.name]
+        sparse = all(module.sparse for module in table.modules)
         dense_after_all = weight.grad is not None and weight.grad.layout == torch.strided
-        if not live.only_looked_up or (sparse and dense_after_all):
+        if not table.only_looked_up or (sparse and dense_after_all):
             return True
         return any(changes_unseen_rows(o, g, sparse=sparse, dtype=weight.dtype) for o, g in owners)
 
@@ -229,20 +266,43 @@ class TrainingObjects:
 
     def _row_tensors(self, table: LiveTable) -> dict[str, Tensor]:
         """The live tensors of a table, by field: the weights, then the others by name."""
-        weight = table.weight
-        states: dict[str, Tensor] = {}
-        for name, optimizer in self._optimizers.items():
-            for key, value in optimizer.state.get(weight, {}).items():
-                if isinstance(key, str) and _is_row_state(value, len(weight)):
-                    states[f"{name}.{key}"] = value
-        return {WEIGHT: weight, **dict(sorted(states.items()))}
+        return self._look_at(table).tensors
 
-    def _places(self) -> dict[tuple[Any, ...] | None, TablePlace]:
-        places: dict[tuple[Any, ...] | None, TablePlace] = {}
-        for table in self.tables.values():
-            for field, tensor in self._row_tensors(table).items():
-                places.setdefault(memory_key(tensor), TablePlace(table.name, field, tuple(tensor.shape)))
-        return places
+    def _look_at(self, table: LiveTable) -> _LiveRows:
+        """A table's tensors as they are now. They seldom change, and looking at them closely costs time."""
+        weight = table.modules[0].weight
+        states = [
+            (f"{name}.{key}", value)
+            for name, optimizer in self._optimizers.items()
+            for key, value in optimizer.state.get(weight, {}).items()
+            if isinstance(key, str) and isinstance(value, Tensor)
+        ]
+        found = [(WEIGHT, weight), *states]
+        # The tensors are kept alive with the answer, so that an id stands for the same tensor.
+        signature = [(name, id(t), t.shape, t.is_sparse or t.data_ptr()) for name, t in found]
+        known = self._known.get(table.name)
+        if known is None or known.signature != signature:
+            self._places = {}
+            rows = {n: t for n, t in sorted(states) if _is_row_state(t, len(table.weight))}
+            tensors: dict[str, Tensor] = {WEIGHT: table.weight, **rows}
+            known = self._known[table.name] = _LiveRows(
+                signature=signature,
+                kept=found,
+                tensors=tensors,
+                fields=tuple(row_field(name, tensor) for name, tensor in tensors.items()),
+                views=tuple(map(row_bytes, tensors.values())),
+            )
+        return known
+
+    def _find_places(self) -> dict[int, tuple[Any, TablePlace]]:
+        """Where in memory the rows' tensors are: (what tensor shows it, what to write in its place)."""
+        self.layout()
+        if not self._places:
+            for name, rows in self._known.items():
+                for field, tensor in rows.tensors.items():
+                    place = TablePlace(name, field, tuple(tensor.shape))
+                    self._places.setdefault(tensor.data_ptr(), (memory_key(tensor), place))
+        return self._places
 
     def _room(self, table: LiveTable, rows: int, fields: Sequence[Field]) -> dict[str, Tensor]:
         """For each field of the checkpoint the tensor that takes it."""
@@ -320,6 +380,28 @@ class TrainingObjects:
                 # A StatefulDataLoader draws random numbers when it goes to its position. It does so now,
                 # before the random states are restored: the run that wrote them was past that.
                 thing.state_dict()
+
+
+def _copied(value: Any, places: Mapping[int, tuple[Any, TablePlace]]) -> Any:
+    """A copy of a state that training cannot change any more; rows' tensors are only named.
+
+    What is not plain data is passed on as it is, for whoever turns the copy into a tree to refuse.
+    """
+    copied: Any = value
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided and not value.is_meta and type(value) in (Tensor, nn.Parameter):
+            known = places.get(value.data_ptr())
+            is_rows = known is not None and known[0] == memory_key(value)
+            copied = known[1] if known is not None and is_rows else value.detach().clone()
+    elif isinstance(value, dict):
+        copied = {k: _copied(v, places) for k, v in value.items()}
+        if type(value) is Counter:
+            copied = Counter(copied)
+    elif type(value) in (list, tuple):
+        copied = type(value)(_copied(v, places) for v in value)
+    elif isinstance(value, np.ndarray | set):
+        copied = value.copy()
+    return copied
 
 
 def _check_objects(objects: Mapping[str, Any]) -> None:

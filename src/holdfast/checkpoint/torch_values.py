@@ -99,12 +99,17 @@ def live_leaf(value: Any) -> Any:
     return tensor
 
 
-def random_states() -> dict[str, Any]:
+def copy_random_states() -> tuple[Any, Any, Any]:
     """The states of the random generators that every program has: PyTorch's, NumPy's and Python's."""
-    version, words, gauss = random.getstate()
+    return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+
+
+def random_states(copied: tuple[Any, Any, Any]) -> dict[str, Any]:
+    """What ``copy_random_states`` gave, as a tree."""
+    torch_state, numpy_state, (version, words, gauss) = copied
     return {
-        "torch": _array_of(torch.get_rng_state(), "rng.torch"),
-        "numpy": map_tree(np.random.get_state(legacy=False), plain_leaf, "rng.numpy"),
+        "torch": _array_of(torch_state, "rng.torch"),
+        "numpy": map_tree(numpy_state, plain_leaf, "rng.numpy"),
         "python": {"version": version, "words": Array.of(np.array(words, np.uint32)), "gauss": gauss},
     }
 

@@ -122,8 +122,12 @@ class Writer:
         newest = self.catalog.newest
         if newest is None or newest != version or isinstance(self.strategy, Full):
             return False
+        if self.catalog.manifest.last_version > version.version:
+            # Later ones were deleted. Rows that they replaced may have been put away as such, and would be
+            # missing from a version that goes on without them.
+            return False
         era = self.catalog.manifest.era(version.era)
-        if era.decoded_groups() != self._groups or era.strategy != type(self.strategy).__name__:
+        if era.decoded_groups() != self._groups or era.strategy != self._shard.layout_name:
             return False
         try:
             self._take_up(era, version)
@@ -154,11 +158,14 @@ class Writer:
         self._emit("checkpoint_skipped", step=step)
         return True
 
-    def save(self, step: int, dense: Callable[[], Sequence[Any]], metadata: dict[str, Any]) -> int:
+    def save(
+        self, step: int, capture_dense: Callable[[], Callable[[], Sequence[Any]]], metadata: dict[str, Any]
+    ) -> int:
         """Save a version and return its number as soon as its snapshot is taken.
 
-        ``dense`` is called for the buffers of all that is not rows, at the same instant. Waits for the
-        save that is under way; ask ``skips`` before.
+        ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
+        called in the background for the buffers to be written. Waits for the save that is under way; ask
+        ``skips`` before.
         """
         called = time.perf_counter()
         self._saved_wait()
@@ -168,7 +175,7 @@ class Writer:
         changed = self.tracker.take()
         try:
             rows = self._snapshot(changed, baseline=baseline)
-            parts = dense()
+            dense = capture_dense()
         except BaseException:
             self.tracker.give_back()
             raise
@@ -179,7 +186,7 @@ class Writer:
         stall = (now - called, now - started)
 
         def job() -> None:
-            self._write(outcome, version, step, baseline, rows, parts, metadata, stall)
+            self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
 
         self._next_version += 1
         try:
@@ -293,7 +300,7 @@ class Writer:
         step: int,
         baseline: bool,
         rows: list[Rows],
-        parts: Sequence[Any],
+        dense_parts: Callable[[], Sequence[Any]],
         metadata: dict[str, Any],
         stall: tuple[float, float],
     ) -> None:
@@ -301,13 +308,13 @@ class Writer:
         started, cpu = time.perf_counter(), time.thread_time()
         try:
             change = self._shard.write(self.store, number, rows, baseline=baseline)
-            dense = self._store_dense(number, parts)
+            dense = self._store_dense(number, dense_parts())
             version = Version(
                 version=number, era=number if baseline else self._era, step=step, time=time.time(),
                 baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
                 metadata=metadata,
             )  # fmt: skip
-            self.catalog.commit_version(version, self._groups, type(self.strategy).__name__, [change])
+            self.catalog.commit_version(version, self._groups, self._shard.layout_name, [change])
         except BaseException as error:  # of whatever kind: the trainer waits for the next line
             outcome.error = error
             self._saved.set()
@@ -357,6 +364,7 @@ class Writer:
         if tidied is not None:
             self.catalog.commit_round(self._era, [tidied])
             self._apply(tidied)
+            self.catalog.free_replaced()
         values = asdict(report) | {
             "tidied_bytes": tidied.bytes if tidied else 0,
             "tidy_seconds": time.perf_counter() - started if tidied else 0.0,

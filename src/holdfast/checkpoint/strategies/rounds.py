@@ -30,7 +30,7 @@ from holdfast.checkpoint.chunk import LAST, OPEN, NewPiece
 from holdfast.checkpoint.records import Rows
 
 # A piece should be worth a read of its own: smaller ones are put together with their neighbours.
-SMALLEST_PIECE_BYTES = 64 << 10
+SMALLEST_PIECE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)

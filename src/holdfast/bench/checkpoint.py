@@ -1,0 +1,433 @@
+"""``bench checkpoint``: what checkpoints cost, stored and restored, strategy by strategy on one trace.
+
+The trace: a DLRM with 26 tables, dim 16, Adagrad, batches of 1024, Zipf ids; a checkpoint every 10
+iterations, 150 in all, none of them a second baseline unless the strategy is about that. Between two
+checkpoints the rows of ten batches are looked up through the model, so that tracking is the real one, and
+then changed in weights and optimizer state. Everything else of a training step costs the same whatever
+the strategy is, and is left out, except where tracking is compared with it.
+
+Bytes and counts are exact and the same on every machine. Times are ratios of what ran side by side; restores
+are timed beyond the baseline, which all strategies read alike, and with it as a second figure.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
+from holdfast.checkpoint.api import Checkpointer
+from holdfast.checkpoint.restore import RowLoader, VersionReader, open_version
+from holdfast.data.criteo_shape import capped_rows
+from holdfast.data.synthetic import Synthetic
+from holdfast.kernels import scatter_rows
+from holdfast.models.dlrm import DLRM
+from holdfast.models.recommender import Recommender
+from holdfast.options import Chunked, Differential, Incremental, Policy, Strategy
+
+DIM = 16
+BATCH = 1024
+ITERATIONS = 10
+RECORD_BYTES = 2 * DIM * 4
+# More than the processor's caches hold: each side finds them as cold as the other.
+_EVICT = np.zeros(64 << 20, np.uint8)
+
+
+def run(report: Report) -> None:
+    """Each strategy over the same trace; then restores, interleaved; then what a user would pick instead."""
+    versions, max_rows, rounds = (40, 100_000, 3) if report.quick else (150, 1_000_000, 9)
+    report.settings.update(
+        versions=versions, batch_size=BATCH, iterations=ITERATIONS, dim=DIM, tables=26, max_rows=max_rows,
+        zipf_exponent=1.05, optimizer="adagrad", rounds=rounds,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+        trace = Trace(versions, max_rows)
+        report.settings.update(rows=sum(trace.rows), live_rows=trace.live[-1], saved_rows=trace.saved)
+        runs = _run_all(report, trace, Path(folder), versions)
+        _sizes(report, trace, runs)
+        _restores(report, trace, runs, rounds)
+        _others(report, trace, runs["chunked"], Path(folder), 3 if report.quick else 5)
+        for one in runs.values():
+            one.close()
+    _tracking(report)
+
+
+class Trace:
+    """Which rows are looked up before each checkpoint, and how many records are live after it."""
+
+    def __init__(self, versions: int, max_rows: int) -> None:
+        self.rows = capped_rows("kaggle", max_rows)
+        self.versions = versions
+        size = BATCH * ITERATIONS
+        self._reader = Synthetic(samples=size * versions, batch_size=size, table_rows=self.rows)
+        seen = [np.zeros(r, bool) for r in self.rows]
+        self.live: list[int] = []
+        self.saved = 0
+        for version in range(versions):
+            for marks, ids in zip(seen, self.touched(version), strict=True):
+                marks[ids] = True
+                self.saved += len(ids)
+            self.live.append(sum(int(marks.sum()) for marks in seen))
+
+    def lookups(self, version: int) -> Sequence[NDArray[np.int64]]:
+        """The ids of ten batches, table by table."""
+        return self._reader.batch(version).ids
+
+    def touched(self, version: int) -> list[NDArray[np.int64]]:
+        """The same without repetition."""
+        return [np.unique(ids) for ids in self.lookups(version)]
+
+
+@dataclass
+class StrategyRun:
+    """One strategy's store, with what it cost to make it."""
+
+    name: str
+    folder: Path
+    checkpointer: Checkpointer
+    model: Recommender
+    optimizer: torch.optim.Adagrad
+    written: int = 0
+    stalls: list[float] = field(default_factory=list)
+    gathers: list[float] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    """The version that each checkpoint of the trace became."""
+
+    def open(self, checkpoint: int) -> VersionReader:
+        """The version of a checkpoint."""
+        return open_version(self.checkpointer.store, self.numbers[checkpoint])
+
+    def stored(self) -> tuple[int, int]:
+        """Bytes in the store: all of them, and those of baselines."""
+        store = self.checkpointer.store
+        files = [f for era in self.checkpointer.manifest.eras for f in era.files]
+        return sum(i.size for i in store.list()), sum(f.bytes for f in files if f.kind == "baseline")
+
+    def close(self) -> None:
+        """Let go of the store and free its disk."""
+        self.checkpointer.close()
+        shutil.rmtree(self.folder)
+
+
+def _make_run(name: str, strategy: Strategy, trace: Trace, folder: Path) -> StrategyRun:
+    torch.manual_seed(0)
+    network = DLRM(13, 26, DIM, bottom=(64, DIM), top=(64, 1))
+    model = Recommender(network, trace.rows)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    objects = {"model": model, "optim": optimizer}
+    checkpointer = Checkpointer(folder / name, objects, Policy(strategy=strategy))
+    return StrategyRun(name, folder / name, checkpointer, model, optimizer)
+
+
+def _run_all(report: Report, trace: Trace, folder: Path, versions: int) -> dict[str, StrategyRun]:
+    everything = range(versions)
+    sampled = _sampled(versions)
+    plans: list[tuple[str, Strategy, Sequence[int]]] = [
+        ("incremental", Incremental(), everything),
+        ("chunked", Chunked(reset="never"), everything),
+        ("two_d", Chunked(layout="2d", reset="never"), everything),
+        # One-shot versions do not depend on each other: only those that are restored below are made.
+        ("differential", Differential(baseline="one-shot"), sampled),
+        ("intermittent", Differential(), everything),
+    ]
+    runs: dict[str, StrategyRun] = {}
+    for name, strategy, checkpoints in plans:
+        one = runs[name] = _make_run(name, strategy, trace, folder)
+        seconds = stopwatch(lambda one=one, checkpoints=checkpoints: _play(one, trace, checkpoints))  # type: ignore[misc]
+        report.raw[f"{name}.reports"] = one.checkpointer.reports
+        report.console.print(f"  ({name}: {seconds:.0f} s)", highlight=False)
+        if name == "intermittent":  # ten gigabytes that nothing reads again
+            report.raw["intermittent.stored"] = one.stored()
+            runs.pop(name).close()
+    return runs
+
+
+def _sampled(versions: int) -> list[int]:
+    """Ten checkpoints, evenly spaced, the last one among them."""
+    return [versions * (i + 1) // 10 - 1 for i in range(10)]
+
+
+def _play(one: StrategyRun, trace: Trace, checkpoints: Sequence[int]) -> None:
+    """A baseline, then the trace, saving at these checkpoints."""
+    wanted = set(checkpoints)
+    with _counted(one):
+        one.checkpointer.save(0)
+        one.checkpointer.wait()
+        for checkpoint in range(trace.versions):
+            one.model.tables([torch.from_numpy(ids) for ids in trace.lookups(checkpoint)], None)
+            touched = trace.touched(checkpoint)
+            _change(one, touched, checkpoint)
+            if checkpoint in wanted:
+                _save(one, touched, checkpoint)
+
+
+def _change(one: StrategyRun, touched: Sequence[NDArray[np.int64]], checkpoint: int) -> None:
+    """New bits in every touched row: what they are does not matter here."""
+    for weight, ids in zip(one.model.tables.parameters(), touched, strict=True):
+        weight.detach().numpy()[ids, 0] = checkpoint
+        one.optimizer.state[weight]["sum"].numpy()[ids, 0] = checkpoint
+
+
+def _save(one: StrategyRun, touched: Sequence[NDArray[np.int64]], checkpoint: int) -> None:
+    """A save, and beside it the least that any incremental checkpoint must do while training waits."""
+    ids = [torch.from_numpy(i) for i in touched]
+    weights = list(one.model.tables.parameters())
+    states = [one.optimizer.state[w]["sum"] for w in weights]
+
+    def save() -> None:
+        _EVICT[:] = checkpoint % 256
+        started = time.perf_counter()
+        version = one.checkpointer.save(checkpoint + 1)
+        one.stalls.append(time.perf_counter() - started)
+        assert version is not None
+        one.numbers[checkpoint] = version
+        one.checkpointer.wait()
+
+    def gather() -> None:
+        _EVICT[:] = checkpoint % 256
+        copies = []
+        started = time.perf_counter()
+        for tensor, rows in zip((*weights, *states), (*ids, *ids), strict=True):
+            copies.append(torch.index_select(tensor.detach(), 0, rows))
+        one.gathers.append(time.perf_counter() - started)
+
+    for side in (save, gather) if checkpoint % 2 else (gather, save):
+        side()
+
+
+@contextmanager
+def _counted(one: StrategyRun) -> Iterator[None]:
+    """Count every byte that goes to the store, manifests included."""
+    store = one.checkpointer.store
+    put, publish = store.put, store.publish
+
+    def counting_put(name: str, parts: Sequence[Any]) -> int:
+        size = put(name, parts)
+        one.written += size
+        return size
+
+    def counting_publish(name: str, data: bytes) -> None:
+        one.written += len(data)
+        publish(name, data)
+
+    store.put, store.publish = counting_put, counting_publish  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        store.put, store.publish = put, publish  # type: ignore[method-assign]
+
+
+def _sizes(report: Report, trace: Trace, runs: dict[str, StrategyRun]) -> None:
+    stored = {name: one.stored() for name, one in runs.items()}
+    beyond = {name: total - base for name, (total, base) in stored.items()}
+    intermittent = report.raw["intermittent.stored"][0]
+    for name in ("chunked", "two_d"):
+        read, files = _read_over_live(trace, runs[name])
+        report.figure(
+            f"{name}.read_over_live", float(np.mean(read)), "bytes read / live, mean over all versions"
+        )
+        report.figure(f"{name}.read_over_live.last", read[-1], "at the last version")
+        report.figure(
+            f"{name}.files_read", float(np.mean(files)), "beyond the baseline, mean over all versions"
+        )
+        report.figure(
+            f"{name}.stored_over_incremental", beyond[name] / beyond["incremental"], "without baselines"
+        )
+        report.figure(f"{name}.stored_over_differential", stored[name][0] / intermittent, "all bytes")
+        reports = runs[name].checkpointer.reports[1:]
+        rewritten = sum(r.tidied_bytes for r in reports) / sum(r.bytes for r in reports)
+        report.figure(f"{name}.rewritten_per_saved", rewritten)
+        cpu = float(np.mean([r.cpu_seconds for r in reports]))
+        report.figure(f"{name}.background_cpu_seconds_per_checkpoint", cpu)
+    read, _ = _read_over_live(trace, runs["incremental"])
+    report.figure("incremental.read_over_live.last", read[-1])
+    incremental_cpu = [r.cpu_seconds for r in runs["incremental"].checkpointer.reports[1:]]
+    report.figure("incremental.background_cpu_seconds_per_checkpoint", float(np.mean(incremental_cpu)))
+    for name in ("chunked", "incremental"):
+        one = runs[name]
+        report.figure(f"{name}.stall_over_gather", ratio(one.stalls, one.gathers), "per checkpoint")
+        report.figure(f"{name}.stall_milliseconds", Spread.of([1e3 * s for s in one.stalls]))
+
+
+def _read_over_live(trace: Trace, one: StrategyRun) -> tuple[list[float], list[int]]:
+    over: list[float] = []
+    files: list[int] = []
+    for checkpoint in range(trace.versions):
+        with one.open(checkpoint) as reader:
+            pieces = reader.pieces(baseline=False)
+            over.append(sum(p.length for _, p in pieces) / (trace.live[checkpoint] * RECORD_BYTES))
+            files.append(len({f.entry.name for f, _ in pieces}))
+    return over, files
+
+
+def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds: int) -> None:
+    """Times of restores into the same live tables; the stores' files are in the page cache."""
+    fields = _fields(runs["chunked"])
+    samples = _sampled(trace.versions)
+
+    def restore(name: str, checkpoint: int, *, baseline: bool) -> float:
+        with runs[name].open(checkpoint) as reader:
+            loader = RowLoader(reader.groups, fields.__getitem__)
+            return stopwatch(lambda: reader.read_rows(loader, baseline=baseline))
+
+    def all_samples(name: str, *, baseline: bool) -> float:
+        return sum(restore(name, s, baseline=baseline) for s in samples)
+
+    names = ("differential", "chunked", "two_d", "incremental")
+    means = interleave({n: lambda n=n: all_samples(n, baseline=False) for n in names}, rounds)  # type: ignore[misc]
+    whole = interleave({n: lambda n=n: all_samples(n, baseline=True) for n in names[:2]}, max(3, rounds // 3))  # type: ignore[misc]
+    last = trace.versions - 1
+    sides = {n: lambda n=n: restore(n, last, baseline=False) for n in names}
+    at_last = interleave({**sides, "floor": _Floor(trace, fields)}, rounds)
+    report.raw.update({"restore.samples": means, "restore.whole": whole, "restore.last": at_last})
+    report.figure(
+        "chunked.restore_over_differential",
+        ratio(means["chunked"], means["differential"]),
+        "mean of 10 versions",
+    )
+    report.figure(
+        "chunked.restore_over_differential.with_baseline", ratio(whole["chunked"], whole["differential"])
+    )
+    report.figure(
+        "incremental.restore_over_chunked", ratio(at_last["incremental"], at_last["chunked"]), "last version"
+    )
+    report.figure("two_d.restore_over_differential", ratio(means["two_d"], means["differential"]))
+    report.figure(
+        "incremental.restore_over_two_d", ratio(at_last["incremental"], at_last["two_d"]), "last version"
+    )
+    report.figure(
+        "floor.restore_over_chunked",
+        ratio(at_last["floor"], at_last["chunked"]),
+        "read and scatter once / chunked",
+    )
+    live = trace.live[-1] * RECORD_BYTES
+    report.figure(
+        "chunked.restore_megabytes_per_second", Spread.of([live / s / 1e6 for s in at_last["chunked"]])
+    )
+
+
+def _fields(one: StrategyRun) -> dict[str, tuple[NDArray[np.uint8], ...]]:
+    """The live fields of each table, as a restore writes to them."""
+    fields: dict[str, tuple[NDArray[np.uint8], ...]] = {}
+    for number, weight in enumerate(one.model.tables.parameters()):
+        tensors = (weight.detach(), one.optimizer.state[weight]["sum"])
+        fields[f"model.tables.{number}.weight"] = tuple(
+            t.numpy().view(np.uint8).reshape(len(t), -1) for t in tensors
+        )
+    return fields
+
+
+class _Floor:
+    """What no restore beats: the last version's live records, read once from one file and scattered once."""
+
+    def __init__(self, trace: Trace, fields: dict[str, tuple[NDArray[np.uint8], ...]]) -> None:
+        seen = [np.zeros(r, bool) for r in trace.rows]
+        for version in range(trace.versions):
+            for marks, ids in zip(seen, trace.touched(version), strict=True):
+                marks[ids] = True
+        self.firsts = np.concatenate(([0], np.cumsum(trace.rows))).astype(np.int64)
+        self.ids = np.flatnonzero(np.concatenate(seen))
+        self.fields = list(fields.values())
+        self.addresses = [np.array([f[i].ctypes.data for f in self.fields], np.int64) for i in range(2)]
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as this does)
+        self.file.write(np.zeros((2 * len(self.ids), DIM * 4), np.uint8).tobytes())
+        self.step = 16_384
+
+    def __call__(self) -> float:
+        return stopwatch(self._run)
+
+    def _run(self) -> None:
+        self.file.seek(0)
+        buffer = np.empty((self.step, DIM * 4), np.uint8)
+        for begin in range(0, len(self.ids), self.step):
+            ids = self.ids[begin : begin + self.step]
+            for addresses in self.addresses:
+                part = buffer[: len(ids)]
+                self.file.readinto(part.data)
+                scatter_rows(addresses, self.firsts, DIM // 2, ids, part.view(np.uint64), ids[:0])
+
+
+def _others(report: Report, trace: Trace, chunked: StrategyRun, folder: Path, repeats: int) -> None:
+    """``torch.save`` and PyTorch's distributed checkpoint, every time everything."""
+    from torch.distributed.checkpoint.state_dict_saver import async_save, save  # noqa: PLC0415 (slow)
+
+    state = {"model": chunked.model.state_dict(), "optim": chunked.optimizer.state_dict()}
+    sizes: dict[str, int] = {}
+
+    def torch_save() -> float:
+        path = folder / "torch.pt"
+        seconds = stopwatch(lambda: torch.save(state, path))
+        sizes["torch_save"] = path.stat().st_size
+        path.unlink()
+        return seconds
+
+    def dcp_save() -> float:
+        path = folder / "dcp"
+        seconds = stopwatch(lambda: save(state, checkpoint_id=path, no_dist=True))
+        sizes["dcp"] = sum(f.stat().st_size for f in path.iterdir())
+        shutil.rmtree(path)
+        return seconds
+
+    def dcp_async() -> float:
+        path = folder / "dcp_async"
+        started = time.perf_counter()
+        future = async_save(state, checkpoint_id=path, no_dist=True)
+        seconds = time.perf_counter() - started
+        future.result()  # type: ignore[union-attr]
+        shutil.rmtree(path)
+        return seconds
+
+    stalls = interleave({"torch_save": torch_save, "dcp": dcp_save, "dcp_async": dcp_async}, repeats)
+    report.raw["others.stall_seconds"] = stalls
+    ours = Spread.of(chunked.stalls).median
+    for name, seconds in stalls.items():
+        report.figure(f"{name}.stall_over_chunked", Spread.of([s / ours for s in seconds]))
+    checkpoints = trace.versions + 1
+    report.figure(
+        "full.written_over_chunked",
+        sizes["torch_save"] * checkpoints / chunked.written,
+        "all bytes, rewriting included",
+    )
+    report.figure("chunked.written_bytes_per_checkpoint", chunked.written / checkpoints)
+
+
+def _tracking(report: Report) -> None:
+    """The hooks' time against a training step's: DLRM of Kaggle sizes, batch 2048, on all cores."""
+    from holdfast.training.config import load  # noqa: PLC0415
+    from holdfast.training.trainer import Trainer  # noqa: PLC0415
+
+    trainer = Trainer(load(None, ["data.samples=1000000"]))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Checkpointer(folder, {"model": trainer.model}) as checkpointer,
+    ):
+        bags = list(trainer.model.tables)
+        hooks = [next(iter(bag._forward_pre_hooks.values())) for bag in bags]
+        batches = iter(trainer.train_reader.split(0, 1))
+
+        def mark() -> float:
+            ids = [torch.from_numpy(i) for i in next(batches).ids]
+            return stopwatch(lambda: [hook(bag, (i,)) for hook, bag, i in zip(hooks, bags, ids, strict=True)])
+
+        def step() -> float:
+            batch = next(batches)
+            return stopwatch(lambda: trainer.train_step(batch))
+
+        interleave({"mark": mark, "step": step}, 2)
+        times = interleave({"mark": mark, "step": step}, 15 if report.quick else 60)
+        del checkpointer
+    report.raw["tracking"] = times
+    report.figure(
+        "tracking_percent",
+        Spread.of([100 * a / b for a, b in zip(times["mark"], times["step"], strict=True)]),
+    )

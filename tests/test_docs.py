@@ -1,0 +1,26 @@
+"""The examples of the guides, run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_the_complete_example_of_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / "checkpointing.md").read_text(), re.DOTALL)
+    (code,) = (example for example in examples if example.startswith("import"))
+    monkeypatch.chdir(tmp_path)
+    smaller = code.replace("100_000", "20_480").replace("200_000", "2_000").replace("50_000", "500")
+    for _ in range(2):  # the second start finds that all is done
+        exec(compile(smaller, "checkpointing.md", "exec"), {"__name__": "example"})  # noqa: S102
+        assert len(list((tmp_path / "run1" / "dense").iterdir())) == 2
+
+
+def test_links_lead_somewhere() -> None:
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
