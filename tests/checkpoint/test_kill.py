@@ -136,29 +136,40 @@ def wait_until_stopped(pid: int) -> None:
     raise AssertionError("it did not stop")
 
 
-def test_a_writer_that_sleeps_through_its_lease(s3_server: S3Server, workers: Workers) -> None:
+@pytest.mark.parametrize("publish", [3, 4, 6])
+def test_a_writer_that_sleeps_through_its_lease(s3_server: S3Server, workers: Workers, publish: int) -> None:
     """On an object store a lease runs out. Whoever wakes up after that must not undo its successor's work.
 
     It stops with all files of a version written and the manifest not yet: the successor takes the files for
-    leftovers, so the manifest must never come to be.
+    leftovers, so the manifest must never come to be. Nor may the one that failed clear away its successor's.
     """
-    url = f"s3://{s3_server.bucket}/sleeper"
+    url = f"s3://{s3_server.bucket}/sleeper{publish}"
     options: dict[str, Any] = s3_server.options(lease_seconds=1.0)
     first = workers.start(
-        "write", url=url, options=options, strategy=CHUNKED, policy=POLICY, stop_at_publish=5, saves=10
+        "write", url=url, options=options, strategy=CHUNKED, policy=POLICY, stop_at_publish=publish, saves=10
     )
     workers.hear("open", first)
     wait_until_stopped(first)
     with open_store(url, create=False, options=options) as store:
         before = check_store(store)
-        time.sleep(max(0.0, 1.2))
-        second = workers.start("write", url=url, options=options, strategy=CHUNKED, policy=POLICY, saves=1)
+        time.sleep(1.2)
+        second = workers.start(
+            "write",
+            url=url,
+            options=options,
+            strategy=CHUNKED,
+            policy=POLICY,
+            saves=1,
+            stop_at_publish=2,  # the first is the fence
+        )
         workers.hear("open", second)
+        wait_until_stopped(second)
         os.kill(first, signal.SIGCONT)
         code, said = workers.end(first)
         assert code == 0
         assert said[-1]["event"] == "error", said
         assert said[-1]["kind"] in ("SaveFailed", "StoreLocked"), said
+        os.kill(second, signal.SIGCONT)
         code, said = workers.end(second)
         assert (code, said[-1]["event"]) == (0, "done"), said
         (saved,) = versions(said)

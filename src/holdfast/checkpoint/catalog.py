@@ -80,7 +80,11 @@ class Catalog:
         """Delete files that no manifest names: what writers that died, or failed saves, have left behind.
 
         Does nothing if a manifest was damaged: what it named may be all that is left of a version. Nor if
-        one may have been published without our knowing. ``of_others``: not only of this writer.
+        one may have been published without our knowing.
+
+        A writer does so at its start (``of_others``), and that fences off the one before it: a writer that
+        lost its lease may be asleep with its files written and its manifest not yet published. Taking that
+        manifest's number makes sure that it never will be, before anything of it is deleted or built upon.
         """
         if self.complaints or self._attempts:
             return []
@@ -88,13 +92,16 @@ class Catalog:
         named |= {name for name, _ in self.manifest.retired}
         found = [info.name for folder in DATA_FOLDERS for info in self.store.list(folder)]
         leftovers = [name for name in found if name not in named]
-        if leftovers and of_others:
-            # A writer that lost its lease may be asleep with these files written and its manifest not yet
-            # published. Taking that manifest's number first makes sure that it never will be.
+        if of_others and (leftovers or self.store.lock_can_run_out):
             self._publish(self.manifest.eras, self.manifest.versions)
+        elif not of_others and self._is_fenced_off():
+            return []  # these may be a successor's; asked after the listing, which knows none that came later
         if leftovers:
             self.store.delete(leftovers)
         return leftovers
+
+    def _is_fenced_off(self) -> bool:
+        return max(manifests.numbers(self.store), default=0) != self._last_number
 
     def commit_version(
         self, version: Version, groups: Sequence[Group], strategy: str, changes: Iterable[Change]

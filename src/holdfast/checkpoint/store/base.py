@@ -216,10 +216,12 @@ class Store(ABC):
     Attributes:
         url: where the store is, as messages name it.
         keeps_open_files: whether an open object can be read on after it was deleted.
+        lock_can_run_out: whether a writer that sleeps too long may lose its lock without knowing.
     """
 
     url: str
     keeps_open_files: bool = False
+    lock_can_run_out: bool = True
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Buffer]) -> int:

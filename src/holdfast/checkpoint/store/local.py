@@ -100,6 +100,7 @@ class LocalStore(Store):
     """
 
     keeps_open_files = True
+    lock_can_run_out = False
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool, files: Files | None = None) -> None:
         self.url = os.fspath(path)
