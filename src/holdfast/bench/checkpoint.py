@@ -44,8 +44,15 @@ _EVICT = np.zeros(64 << 20, np.uint8)
 
 
 def run(report: Report) -> None:
+    """The full trace, or a short one."""
+    if report.quick:
+        measure(report, versions=40, max_rows=100_000, rounds=3)
+    else:
+        measure(report, versions=150, max_rows=1_000_000, rounds=9)
+
+
+def measure(report: Report, *, versions: int, max_rows: int, rounds: int) -> None:
     """Each strategy over the same trace; then restores, interleaved; then what a user would pick instead."""
-    versions, max_rows, rounds = (40, 100_000, 3) if report.quick else (150, 1_000_000, 9)
     report.settings.update(
         versions=versions, batch_size=BATCH, iterations=ITERATIONS, dim=DIM, tables=26, max_rows=max_rows,
         zipf_exponent=1.05, optimizer="adagrad", rounds=rounds,
@@ -56,10 +63,10 @@ def run(report: Report) -> None:
         runs = _run_all(report, trace, Path(folder), versions)
         _sizes(report, trace, runs)
         _restores(report, trace, runs, rounds)
-        _others(report, trace, runs["chunked"], Path(folder), 3 if report.quick else 5)
+        _others(report, trace, runs["chunked"], Path(folder), (rounds + 1) // 2)
         for one in runs.values():
             one.close()
-    _tracking(report)
+    _tracking(report, rounds)
 
 
 class Trace:
@@ -401,7 +408,7 @@ def _others(report: Report, trace: Trace, chunked: StrategyRun, folder: Path, re
     report.figure("chunked.written_bytes_per_checkpoint", chunked.written / checkpoints)
 
 
-def _tracking(report: Report) -> None:
+def _tracking(report: Report, rounds: int) -> None:
     """The hooks' time against a training step's: DLRM of Kaggle sizes, batch 2048, on all cores."""
     from holdfast.training.config import load  # noqa: PLC0415
     from holdfast.training.trainer import Trainer  # noqa: PLC0415
@@ -417,14 +424,16 @@ def _tracking(report: Report) -> None:
 
         def mark() -> float:
             ids = [torch.from_numpy(i) for i in next(batches).ids]
-            return stopwatch(lambda: [hook(bag, (i,)) for hook, bag, i in zip(hooks, bags, ids, strict=True)])
+            return stopwatch(
+                lambda: [hook(bag, (i,), {}) for hook, bag, i in zip(hooks, bags, ids, strict=True)]
+            )
 
         def step() -> float:
             batch = next(batches)
             return stopwatch(lambda: trainer.train_step(batch))
 
         interleave({"mark": mark, "step": step}, 2)
-        times = interleave({"mark": mark, "step": step}, 15 if report.quick else 60)
+        times = interleave({"mark": mark, "step": step}, 5 * rounds)
         del checkpointer
     report.raw["tracking"] = times
     report.figure(
