@@ -73,7 +73,8 @@ def read_rows(store: Path, version: int) -> dict[tuple[str, str], np.ndarray[Any
             assert len(data) == file["bytes"]
             assert checksum(header) == file["header_checksum"]
             described = json.loads(json.loads(header[8:])["__metadata__"]["pieces"])
-            pieces += [(piece, body) for piece in described]
+            dead = set(file.get("dead_pieces", []))
+            pieces += [(piece, body) for number, piece in enumerate(described) if number not in dead]
     records: list[dict[int, list[bytes]]] = [{} for _ in era["groups"]]
     for piece, body in sorted(pieces, key=lambda p: p[0][1]):
         group, _, rows, first_born, _, first_died, last_died, encoding, first, last = piece[:10]
