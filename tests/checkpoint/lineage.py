@@ -30,6 +30,7 @@ STRATEGIES: list[Any] = [
     Incremental(),
     Chunked(round_versions=2, dead_fraction=0.0, reset="never"),
     Chunked(round_versions=1, dead_fraction=0.3, reset="auto"),
+    Chunked(layout="2d", threshold=0.0, reset="never"),
 ]
 Fields = dict[str, tuple[NDArray[np.uint8], ...]]
 

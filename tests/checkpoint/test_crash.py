@@ -28,7 +28,7 @@ from tests.checkpoint.lineage import (
 )
 
 KEEP, KEEP_EVERY = 3, 5
-STATES_IN_SUITE = 60
+STATES_IN_SUITE = 40
 
 
 def retained(versions: list[int]) -> list[int]:

@@ -124,8 +124,8 @@ def flip_everywhere(store: LocalStore, name: str, step: int, bits: tuple[int, ..
 @pytest.mark.parametrize("kind", ["baseline", "increment", "live", "history"])
 def test_chunks_cut_and_flipped(store: LocalStore, kind: str) -> None:
     name = chunks(read_newest(store))[kind]
-    cut_everywhere(store, name, 7)
-    flip_everywhere(store, name, 11, (0,))
+    cut_everywhere(store, name, 13)
+    flip_everywhere(store, name, 17, (0,))
 
 
 def test_dense_files_cut_and_flipped(store: LocalStore) -> None:

@@ -20,7 +20,7 @@ from holdfast.options import Policy
 from holdfast.testing.faults import WRITING_OPERATIONS
 from holdfast.testing.s3 import S3Server
 from tests.checkpoint.lineage import STRATEGIES, Lineage, QuickFiles, check_no_leftovers, check_store
-from tests.checkpoint.workers import Workers, running_workers, versions
+from tests.checkpoint.workers import Workers, running_workers, versions, wait_until_stopped
 
 CHUNKED = 4  # in STRATEGIES
 POLICY = {"keep": 6}
@@ -125,15 +125,6 @@ def test_a_stopped_writer_keeps_its_folder(tmp_path: Path, workers: Workers) -> 
         assert (code, said[-1]["event"]) == (0, "done")
         assert len(versions(said)) == 10
         check_after(store, versions(said), CHUNKED)
-
-
-def wait_until_stopped(pid: int) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not stop")
 
 
 @pytest.mark.parametrize("publish", [3, 4, 6])

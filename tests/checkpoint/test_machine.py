@@ -198,8 +198,8 @@ def run(strategy: Any, keep: int | None, examples: int, steps: int) -> None:
 def test_any_order(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
     chunked = isinstance(strategy, Chunked)
-    run(strategy, None, 16 if chunked else 6, 50)
-    run(strategy, 3, 10 if chunked else 4, 30)
+    run(strategy, None, 12 if chunked else 4, 50)
+    run(strategy, 3, 8 if chunked else 3, 30)
 
 
 @pytest.mark.soak

@@ -232,6 +232,17 @@ def running_workers(seconds: float = 60.0) -> Iterator[Workers]:
                 os.killpg(process.pid, signal.SIGKILL)  # a session of its own: these workers and no others
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Return when a process, and every thread of it, obeys a SIGSTOP."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        if all(text.rpartition(")")[2].split()[0] == "T" for text in threads):
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not stop")
+
+
 def versions(said: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Steps of the versions that a worker said were durable."""
     return {e["version"]: e["step"] for e in said if e["event"] == "saved"}

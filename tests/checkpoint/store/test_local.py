@@ -148,7 +148,7 @@ def test_every_accepted_name_is_of_the_form_that_is_documented(name: str) -> Non
         assert not plain
     else:
         assert plain
-        assert os.path.normpath(f"/root/{name}") == f"/root/{name}"
+        assert os.path.normpath(f"/store/{name}") == f"/store/{name}"
 
 
 class TestReading:

@@ -20,6 +20,7 @@ from holdfast.errors import AlreadyExists, StoreError, StoreLocked
 from holdfast.testing.proxy import BreakingProxy, breaking_proxy
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 from holdfast.testing.stores import content_of, names_in
+from tests.checkpoint.workers import wait_until_stopped
 
 MIB = 1024 * 1024
 IMPATIENT = {"max_retries": 2, "retry_seconds": 2.0, "request_seconds": 2.0}
@@ -102,6 +103,7 @@ class TestLostConnection:
         with open_store(url, create=True, options=s3_server.options(**IMPATIENT)) as impatient:
             os.kill(s3_server.pid, signal.SIGSTOP)
             try:
+                wait_until_stopped(s3_server.pid)  # a busy machine is not quick to stop all of its threads
                 with pytest.raises(StoreError, match="lost the connection"):
                     impatient.open("chunk")
             finally:
