@@ -265,7 +265,8 @@ def test_made_up_files_are_refused(bad: bytes) -> None:
         decode_tree(bad, "some/file")
 
 
-def test_random_bytes_are_refused() -> None:
+def test_random_bytes_raise_nothing_but_that_they_are_corrupt() -> None:
+    refused = 0
     rng = random.Random(1)
     good = encoded(SMALL)
     for _ in range(2000):
@@ -275,4 +276,5 @@ def test_random_bytes_are_refused() -> None:
         try:
             decode_tree(bad, "f")
         except CorruptCheckpoint:
-            continue
+            refused += 1
+    assert refused > 1000, "what is left are changes to the arrays, whose checksums stand elsewhere"
