@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast.kernels import (
+from holdfast.kernels.rows import (
     count_marked,
     decode_gaps,
     encode_gaps,

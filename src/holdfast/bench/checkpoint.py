@@ -30,7 +30,7 @@ from holdfast.checkpoint.api import Checkpointer
 from holdfast.checkpoint.restore import RowLoader, VersionReader, open_version
 from holdfast.data.criteo_shape import capped_rows
 from holdfast.data.synthetic import Synthetic
-from holdfast.kernels import scatter_rows
+from holdfast.kernels.rows import scatter_rows
 from holdfast.models.dlrm import DLRM
 from holdfast.models.recommender import Recommender
 from holdfast.options import Chunked, Differential, Incremental, Policy, Strategy

@@ -33,7 +33,7 @@ from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.base import ReadRequest
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
-from holdfast.kernels import scatter_rows
+from holdfast.kernels.rows import scatter_rows
 
 # A stretch this long stays in the processor's cache between being read, checked and handed on.
 STRETCH_BYTES = 4 << 20

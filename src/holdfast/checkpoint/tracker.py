@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.records import Group, RowIds
-from holdfast.kernels import count_marked, mark_rows, marked_rows
+from holdfast.kernels.rows import count_marked, mark_rows, marked_rows
 
 
 class RowSet:

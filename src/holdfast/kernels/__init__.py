@@ -1,0 +1,1 @@
+"""The hot loops, compiled by numba: ``rows`` moves and marks records and codes their ids."""
