@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.live import LiveTables
 from holdfast.checkpoint.manifest import Manifest, Version, read_newest
 from holdfast.checkpoint.records import Field, make_groups
 from holdfast.checkpoint.restore import RowLoader, VersionReader, open_version
@@ -89,7 +90,7 @@ class Lineage:
         self.writer = Writer(store, policy, events or EventLog(None))
         self.fields = blank()
         self.step = 0
-        self.writer.bind(GROUPS, lambda table: self.fields[table])
+        self.writer.bind(LiveTables(GROUPS, lambda table: self.fields[table]))
         newest = self.writer.catalog.newest
         if newest is not None:
             self.go_to(newest)
@@ -99,7 +100,7 @@ class Lineage:
             self.fields = blank()
             reader.read_rows(RowLoader(GROUPS, lambda table: self.fields[table]))
             assert reader.dense() == dense(version.step)
-        self.writer.bind(GROUPS, lambda table: self.fields[table])
+        self.writer.bind(LiveTables(GROUPS, lambda table: self.fields[table]))
         self.writer.begin_anew()
         self.writer.resume(version)
         self.step = version.step

@@ -69,7 +69,7 @@ def test_what_is_written_is_read() -> None:
             assert np.array_equal(mine, theirs)
         for written, read in ((new.born, found.born), (new.died, found.died)):
             every = len(new.rows)
-            assert np.array_equal(np.broadcast_to(written, every), np.broadcast_to(read, every))
+            assert np.array_equal(np.broadcast_to(written, every), read.each(every))
         index = decode_index(piece, raw[: piece.index_length], "here")
         assert np.array_equal(index.ids, new.rows.ids)
 
@@ -108,8 +108,8 @@ def test_versions_of_any_size(born: int) -> None:
     (piece,) = encoded.pieces
     raw = np.frombuffer(b"".join(bytes(memoryview(p).cast("B")) for p in encoded.parts[1:]), np.uint8)
     found = decode_piece(piece, raw, FIELDS, "here")
-    assert np.broadcast_to(found.born, 3).tolist() == births.tolist()
-    assert np.broadcast_to(found.died, 3).tolist() == [OPEN, OPEN, born + 1]
+    assert found.born.each(3).tolist() == births.tolist()
+    assert found.died.each(3).tolist() == [OPEN, OPEN, born + 1]
 
 
 def test_every_changed_bit_of_a_piece_is_seen() -> None:

@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdfast.kernels.rows import (
+    FROM_BEHIND,
+    FROM_FRONT,
+    UNTIL_HELPED,
     count_marked,
     decode_gaps,
     encode_gaps,
     gaps_bound,
+    gather_blocks,
+    gather_rows,
     mark_rows,
     marked_rows,
     scatter_rows,
@@ -55,19 +60,30 @@ def test_marks_are_a_set_of_the_ids_inside(ids: list[int], first: int, rows: int
     mark_rows(bits, np.array(ids, np.int64), first, rows)
     expected = sorted({first + i for i in ids if 0 <= i < rows})
     assert count_marked(bits) == len(expected)
-    found = np.full(len(expected) + 1, -1, np.int64)
-    assert marked_rows(bits, found) == len(expected)
-    assert found.tolist() == [*expected, -1]
+    assert marked(bits) == expected
 
 
-@given(st.lists(st.integers(0, 2**64 - 1), max_size=40))
-def test_every_bit_is_counted_and_found(words: list[int]) -> None:
+def marked(bits: NDArray[np.uint64]) -> Any:
+    """With a guard behind the room that is promised to be enough."""
+    space = np.full(int(count_marked(bits)) + 65, -1, np.int64)
+    found, words = marked_rows(bits, space[:-1], False)
+    assert (words, space[-1]) == (len(bits), -1)
+    return space[:found].tolist()
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.integers(0, 700))
+def test_every_bit_is_counted_and_found(words: list[int], room: int) -> None:
     bits = np.array(words, np.uint64)
     expected = [64 * w + b for w, word in enumerate(words) for b in range(64) if word >> b & 1]
     assert count_marked(bits) == len(expected)
-    found = np.empty(len(expected), np.int64)
-    assert marked_rows(bits, found) == len(expected)
-    assert found.tolist() == expected
+    assert marked(bits) == expected
+    # With little room it stops at a word, and clears only what it has written.
+    space = np.full(room + 1, -1, np.int64)
+    found, done = marked_rows(bits, space[:-1], True)
+    assert space[-1] == -1
+    assert space[:found].tolist() == [i for i in expected if i < 64 * done]
+    assert marked(bits) == [i for i in expected if i >= 64 * done]
+    assert done == len(words) or found > room - 64
 
 
 @given(GAPS, st.integers(0, 2**40), st.sampled_from([0, 1]))
@@ -161,8 +177,8 @@ def test_rows_go_to_their_tables(words: int, tables: list[int]) -> None:
             table = int(np.searchsorted(firsts, row, "right")) - 1
             expected[table][1 + row - firsts[table]] = value
         some = np.flatnonzero(random.random(len(ids)) < 0.5)
-        scatter_rows(addresses, firsts, words, ids, values, some)  # a part first, then all
-        scatter_rows(addresses, firsts, words, ids, values, some[:0])
+        scatter_rows(addresses, firsts, ids, values, some)  # a part first, then all
+        scatter_rows(addresses, firsts, ids, values, some[:0])
         for mine, theirs in zip(expected, live, strict=True):
             assert np.array_equal(mine, theirs)
 
@@ -171,5 +187,39 @@ def test_of_a_row_that_repeats_the_last_counts() -> None:
     live = np.zeros((4, 1), np.uint64)
     addresses = np.array([live.ctypes.data], np.int64)
     values = np.array([[1], [2], [3]], np.uint64)
-    scatter_rows(addresses, np.array([0, 4]), 1, np.array([2, 2, 3]), values, np.empty(0, np.int64))
+    scatter_rows(addresses, np.array([0, 4]), np.array([2, 2, 3]), values, np.empty(0, np.int64))
     assert live.reshape(-1).tolist() == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize("word", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("tables", [[5], [0, 5], [3, 0, 0, 4, 0], [1, 1, 1], [40, 2, 9000]])
+def test_rows_come_from_their_tables_whoever_copies_them(
+    word: type[np.unsignedinteger], tables: list[int]
+) -> None:
+    random = np.random.default_rng(len(tables))
+    firsts = np.concatenate([[0], np.cumsum(tables)])
+    widths = np.array([1, 8, 19])
+    live = [[random.integers(0, 200, (rows, w)).astype(word) for rows in tables] for w in widths]
+    addresses = np.array([[table.ctypes.data for table in field] for field in live], np.int64)
+    for share in (0.1, 0.9, 1.0):
+        ids = np.flatnonzero(random.random(firsts[-1]) <= share)
+        if not len(ids):
+            continue
+        expected = [np.concatenate(field)[ids] for field in live]
+        blocks = gather_blocks(len(widths), len(ids))  # type: ignore[no-untyped-call]
+        for met in {0, 1, blocks // 2, blocks}:
+            out = [np.full((len(ids) + 1, w), 201, word) for w in widths]
+            targets = np.array([o.ctypes.data for o in out], np.int64)
+            shared, helped = np.array([0, blocks]), np.zeros(1, np.int64)
+            rows = (addresses, firsts, ids, targets, widths, np.empty(0, word))
+            shared[1] = met  # as if somebody had taken those behind it
+            gather_rows(*rows, shared, helped, FROM_FRONT)
+            assert (shared[0], helped[0]) == (met, 1)
+            shared[:] = met, blocks
+            gather_rows(*rows, shared, helped, UNTIL_HELPED)  # there is help: nothing to do until it is done
+            assert shared.tolist() == [met, blocks]
+            gather_rows(*rows, shared, helped, FROM_BEHIND)
+            assert shared.tolist() == [met, met]
+            for mine, theirs in zip(expected, out, strict=True):
+                assert np.array_equal(mine, theirs[:-1])
+                assert (theirs[-1] == 201).all()

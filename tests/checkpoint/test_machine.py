@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.live import LiveTables
 from holdfast.checkpoint.manifest import read_newest
 from holdfast.checkpoint.restore import RowLoader, open_version
 from holdfast.checkpoint.store.local import LocalStore
@@ -55,7 +56,7 @@ class Machine(RuleBasedStateMachine):
         self.store = LocalStore(self.root, create=True, files=QuickFiles())
         self.lock = self.store.lock_writer()
         self.writer = Writer(self.store, Policy(strategy=self.strategy, keep=self.keep), EventLog(None))
-        self.writer.bind(GROUPS, lambda table: self.tables[table])
+        self.writer.bind(LiveTables(GROUPS, lambda table: self.tables[table]))
 
     @rule(table=st.sampled_from(sorted(TABLES)), rows=ROWS)
     def touch(self, table: str, rows: list[int]) -> None:

@@ -361,7 +361,7 @@ class _Floor:
             for addresses in self.addresses:
                 part = buffer[: len(ids)]
                 self.file.readinto(part.data)
-                scatter_rows(addresses, self.firsts, DIM // 2, ids, part.view(np.uint64), ids[:0])
+                scatter_rows(addresses, self.firsts, ids, part.view(np.uint64), ids[:0])
 
 
 def _others(report: Report, trace: Trace, chunked: StrategyRun, folder: Path, repeats: int) -> None:

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
+from holdfast.checkpoint.live import LiveTables
 from holdfast.checkpoint.manifest import Manifest, Version, read_newest
 from holdfast.checkpoint.progress import byte_progress
-from holdfast.checkpoint.records import make_groups
 from holdfast.checkpoint.restore import RowLoader, VersionReader, find_version, open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.torch_state import TrainingObjects
@@ -92,7 +92,7 @@ class Checkpointer:
             self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
             self._lock = self._cleanup.enter_context(self.store.lock_writer())
             self._writer = Writer(self.store, self.policy, self.events)
-            self._bind()
+            self._writer.bind(self._objects.live_tables())
             self._hook_tables()
         except BaseException:
             self._cleanup.close()
@@ -130,10 +130,7 @@ class Checkpointer:
         self._lock.renew()
         if self._writer.skips(step):
             return None
-        self._bind()
-        for table in self._objects.tables_with_unseen_changes():
-            self._writer.tracker.mark_table(table)
-        version = self._writer.save(step, self._capture_dense, metadata or {})
+        version = self._writer.save(step, self._capture_dense, metadata or {}, self._look)
         self._last_step = self._last_save_step = step
         self._last_save_time = time.monotonic()
         return version
@@ -227,9 +224,9 @@ class Checkpointer:
         if not self._closing.alive:
             raise CheckpointError(f"this Checkpointer of {self.store.url} is closed: make a new one")
 
-    def _bind(self) -> None:
-        """Optimizers make their state when they first step: look at the layout before each save."""
-        self._writer.bind(make_groups(self._objects.layout()), self._objects.fields)
+    def _look(self) -> tuple[LiveTables, Sequence[str]]:
+        """Optimizers make their state when they first step, and can be told other settings at any time."""
+        return self._objects.live_tables(), self._objects.tables_with_unseen_changes()
 
     def _capture_dense(self) -> Callable[[], Sequence[Any]]:
         tree = self._objects.capture()
@@ -265,7 +262,7 @@ class Checkpointer:
         return version.step + 1
 
     def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
-        self._bind()
+        self._writer.bind(self._objects.live_tables())
         resumed = self._writer.resume(version)
         self._last_step = self._last_save_step = version.step
         figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.ids import decode_ids, encode_ids
 from holdfast.checkpoint.records import Field, Group, Rows
 from holdfast.errors import CorruptCheckpoint
+from holdfast.kernels.rows import living_rows
 
 OPEN = 2**31 - 1
 """The version in which a record dies that nothing has replaced yet."""
@@ -270,40 +271,64 @@ def decode_piece(piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field],
     return DecodedPiece(piece, Rows(index.ids, tuple(values)), index.born, index.died)
 
 
-def _decode_versions(data: NDArray[np.uint8], rows: int, low: int, where: str) -> NDArray[np.int32] | int:
+def _decode_versions(data: NDArray[np.uint8], rows: int, low: int, where: str) -> Versions:
     if not len(data):
-        return low
+        return Versions(low, data)
     size = len(data) // max(rows, 1)
     if size not in (1, 2, 4) or size * rows != len(data):
         raise CorruptCheckpoint(f"{where}: {len(data)} bytes of versions for {rows} rows")
-    return (data.view(f"<u{size}").astype(np.int64) + low).astype(np.int32)
+    return Versions(low, data.view(f"<u{size}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """A version for each row: how far it is above the least; nothing if all are that."""
+
+    least: int
+    above: NDArray[np.unsignedinteger]
+
+    def each(self, rows: int) -> NDArray[np.int32]:
+        """For each of the rows."""
+        if not len(self.above):
+            return np.broadcast_to(np.int32(self.least), rows)
+        versions: NDArray[np.int64] = np.add(self.above, self.least, dtype=np.int64)
+        return versions.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The rows of a piece, with the versions of birth and death of each (or of all, if they are equal)."""
+    """The rows of a piece, with the versions of birth and death of each."""
 
     ids: NDArray[np.int64]
-    born: NDArray[np.int32] | int
-    died: NDArray[np.int32] | int
+    born: Versions
+    died: Versions
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedPiece:
-    """A piece's records, with the versions of birth and death of each (or of all, if they are equal)."""
+    """A piece's records, with the versions of birth and death of each."""
 
     piece: Piece
     rows: Rows
-    born: NDArray[np.int32] | int
-    died: NDArray[np.int32] | int
+    born: Versions
+    died: Versions
 
     def positions_at(self, version: int, born_after: int = 0) -> NDArray[np.int64] | None:
         """Where the records are that belong to a version, of those born after another; None if all are."""
         piece = self.piece
         if born_after < piece.first_born and piece.last_born <= version and piece.first_died > version:
             return None
-        lives = (self.born > born_after) & (self.born <= version) & (self.died > version)
-        return np.flatnonzero(np.broadcast_to(lives, len(self.rows)))
+        positions = np.empty(piece.rows, np.int64)
+        born, died = self.born, self.died
+        found = living_rows(
+            born.above,
+            born_after - born.least,
+            version - born.least,
+            died.above,
+            version - died.least,
+            positions,
+        )
+        return positions[:found]
 
     def at(self, version: int, born_after: int = 0) -> Rows:
         """The records that belong to a version, of those that were born after another."""

@@ -136,8 +136,3 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
         np.concatenate([p.ids for p in parts]),
         tuple(np.concatenate(fields) for fields in zip(*(p.fields for p in parts), strict=True)),
     )
-
-
-def take_rows(field: Bytes2D, ids: RowIds, out: Bytes2D) -> None:
-    """out[i] = field[ids[i]]. The quickest gather that there is here: one memcpy a row."""
-    field.take(ids, 0, out, "clip")

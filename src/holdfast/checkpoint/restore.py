@@ -8,9 +8,11 @@ several columns do, are they read as a whole before their rows are handed on.
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -28,19 +30,19 @@ from holdfast.checkpoint.chunk import (
     decode_header,
     decode_piece,
 )
+from holdfast.checkpoint.live import FieldsOf, LiveTables
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
-from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows
+from holdfast.checkpoint.records import Group, Rows
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.base import ReadRequest
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
-from holdfast.kernels.rows import scatter_rows
 
 # A stretch this long stays in the processor's cache between being read, checked and handed on.
 STRETCH_BYTES = 4 << 20
 MOST_OPEN = 256
 """Files of a version that are held open; a process may have 1024 in all, as a rule."""
 _AHEAD = 3
-_ALL = np.empty(0, np.int64)
+_THREADS = min(4, os.cpu_count() or 1)
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
 Sink = Callable[[int, Rows], None]
@@ -53,11 +55,12 @@ class Stretch:
 
     file: OpenFile
     pieces: tuple[Piece, ...]
+    bytes: int
 
     @property
-    def bytes(self) -> int:
-        """How many bytes that is."""
-        return sum(piece.length for piece in self.pieces)
+    def rank(self) -> int:
+        """Of its pieces, if they are not read file by file."""
+        return self.pieces[0].rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +191,48 @@ class VersionReader:
         ``on_progress`` is told how many bytes have been handed on.
         """
         pieces = self.pieces(baseline=baseline, born_after=born_after)
+        if isinstance(sink, RowLoader):
+            self._load(sink, pieces, born_after, on_progress)
+            return
         done = 0
         for decoded in self._in_order(pieces):
-            if isinstance(sink, RowLoader):  # takes the records that it needs out of the piece itself
-                sink.load(decoded, self.version.version, born_after)
-            else:
-                rows = decoded.at(self.version.version, born_after)
-                if len(rows):
-                    sink(decoded.piece.group, rows)
+            rows = decoded.at(self.version.version, born_after)
+            if len(rows):
+                sink(decoded.piece.group, rows)
             done += decoded.piece.length
             on_progress(done)
+
+    def _load(
+        self,
+        loader: RowLoader,
+        pieces: Sequence[tuple[OpenFile, Piece]],
+        born_after: int,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        """Several threads read, decode and write pieces into live tables; of lower rank first."""
+        version = self.version.version
+        done = 0
+        for interleaved, batch in _batches(pieces):
+            if interleaved:
+                for decoded in self._in_order(batch):
+                    loader.load(decoded, version, born_after)
+                    done += decoded.piece.length
+                    on_progress(done)
+                continue
+            before = done
+            turns = _Turns(_stretches(batch))
+
+            def load(stretch: Stretch, turns: _Turns = turns, before: int = before) -> None:
+                decoded = _read_stretch(stretch, self.groups, _thread_buffer(stretch.bytes))
+                turns.wait(stretch.rank)
+                for piece in decoded:
+                    loader.load(piece, version, born_after)
+                turns.finish(stretch, lambda loaded: on_progress(before + loaded))
+
+            run_all(load, turns.stretches, _THREADS, on_error=turns.give_up)
+            self.bytes_read += turns.loaded
+            self.pieces_read += len(batch)
+            done += turns.loaded
 
     def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
         """Read and check every byte that the version needs; how many there were."""
@@ -340,9 +375,9 @@ def _batches(
 
 
 def _stretches(pieces: Sequence[tuple[OpenFile, Piece]], *, by_file: bool = False) -> Iterator[Stretch]:
-    """Neighbouring pieces of a file together, up to a limit, in an order that keeps ranks ascending.
+    """Neighbouring pieces of a file and of equal rank together, up to a limit, in ascending order of rank.
 
-    ``by_file`` gives up that order for fewer stretches.
+    ``by_file`` gives up rank and order for fewer stretches.
     """
     gathered: list[Piece] = []
     size = 0
@@ -351,14 +386,87 @@ def _stretches(pieces: Sequence[tuple[OpenFile, Piece]], *, by_file: bool = Fals
     for next_file, piece in sorted(
         pieces, key=lambda p: (0 if by_file else p[1].rank, p[0].entry.name, p[1].offset)
     ):
-        if file is not None and (next_file is not file or size + piece.length > STRETCH_BYTES):
-            yield Stretch(file, tuple(gathered))
+        if file is not None and (
+            next_file is not file
+            or size + piece.length > STRETCH_BYTES
+            or (piece.rank != gathered[0].rank and not by_file)
+        ):
+            yield Stretch(file, tuple(gathered), size)
             gathered, size = [], 0
         file = next_file
         gathered.append(piece)
         size += piece.length
     if file is not None:
-        yield Stretch(file, tuple(gathered))
+        yield Stretch(file, tuple(gathered), size)
+
+
+class _Turns:
+    """Lets threads write stretches of one rank at the same time, and of a higher rank only after them."""
+
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
+        self.stretches = sorted(stretches, key=lambda stretch: stretch.rank)
+        self.loaded = 0
+        self._left = Counter(stretch.rank for stretch in self.stretches)
+        self._ranks = sorted(self._left, reverse=True)
+        self._changed = threading.Condition()
+        self._given_up = False
+
+    def wait(self, rank: int) -> None:
+        """Return when everything of lower rank is written. Stretches are begun in ascending order of rank."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._given_up or self._ranks[-1] == rank)
+            if self._given_up:
+                raise CancelledError
+
+    def finish(self, stretch: Stretch, on_progress: Callable[[int], None]) -> None:
+        """This stretch is written."""
+        with self._changed:
+            self.loaded += stretch.bytes
+            self._left[stretch.rank] -= 1
+            if not self._left[stretch.rank]:
+                self._ranks.pop()
+                self._changed.notify_all()
+            on_progress(self.loaded)
+
+    def give_up(self) -> None:
+        """Let nobody wait for what will not come."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+
+
+_thread_local = threading.local()
+
+
+def _thread_buffer(size: int) -> NDArray[np.uint8]:
+    """Memory for a stretch: this thread's last one, which is done with."""
+    buffer: NDArray[np.uint8] | None = getattr(_thread_local, "buffer", None)
+    if buffer is None or len(buffer) < size:
+        buffer = _thread_local.buffer = np.empty(max(size, STRETCH_BYTES), np.uint8)
+    return buffer[:size]
+
+
+def run_all(
+    work: Callable[[Stretch], None],
+    stretches: Sequence[Stretch],
+    threads: int,
+    on_error: Callable[[], None],
+) -> None:
+    """Do the work for each, begun in their order; raises the first error after all threads have stopped."""
+    with ThreadPoolExecutor(min(threads, max(len(stretches), 1)), "holdfast-read") as pool:
+        futures = [pool.submit(work, stretch) for stretch in stretches]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            on_error()
+            pool.shutdown(wait=True, cancel_futures=True)
+            for future in futures:
+                if future.done() and not future.cancelled():
+                    error = future.exception()
+                    if error is not None and not isinstance(error, CancelledError):
+                        raise error from None
+            raise
 
 
 class RowLoader:
@@ -369,55 +477,14 @@ class RowLoader:
         fields_of: the live fields of a table, as bytes [rows, bytes], in the order of its group's fields.
     """
 
-    def __init__(self, groups: Sequence[Group], fields_of: Callable[[str], Sequence[Bytes2D]]) -> None:
-        self._firsts = [np.array([t.first for t in g.tables] + [g.rows], np.int64) for g in groups]
-        # Kept alive here: below they are addresses.
-        self._live = [[tuple(fields_of(t.name)) for t in g.tables] for g in groups]
-        self._addresses = [
-            [np.array([fields[f].ctypes.data for fields in tables], np.int64) for f in range(len(g.fields))]
-            for g, tables in zip(groups, self._live, strict=True)
-        ]
-        for group, tables in zip(groups, self._live, strict=True):
-            for table, fields in zip(group.tables, tables, strict=True):
-                for field, live in zip(group.fields, fields, strict=True):
-                    if live.shape != (table.rows, field.bytes) or not live.flags.c_contiguous:
-                        raise CorruptCheckpoint(
-                            f"table {table.name}: {field.name} is not [rows, bytes] of the group"
-                        )
+    def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
+        self._tables = LiveTables(groups, fields_of)
 
     def __call__(self, group: int, rows: Rows) -> None:
         """Write rows of a group to where they belong."""
-        self._write(group, rows, _ALL)
+        self._tables.scatter(group, rows)
 
     def load(self, decoded: DecodedPiece, version: int, born_after: int = 0) -> None:
         """Write those records of a piece that belong to a version, of those born after another."""
         positions = decoded.positions_at(version, born_after)
-        if positions is None:
-            self._write(decoded.piece.group, decoded.rows, _ALL)
-        elif len(positions):
-            self._write(decoded.piece.group, decoded.rows, positions)
-
-    def _write(self, group: int, rows: Rows, positions: NDArray[np.int64]) -> None:
-        firsts = self._firsts[group]
-        if not len(rows):
-            return
-        if not (rows.ids[0] >= 0 and rows.ids[-1] < firsts[-1]):
-            raise CorruptCheckpoint(f"rows {rows.ids[0]} to {rows.ids[-1]} of a group of {firsts[-1]}")
-        for number, values in enumerate(rows.fields):
-            if values.shape[1] % 8 == 0:
-                words = values.view(np.uint64)
-                addresses = self._addresses[group][number]
-                scatter_rows(addresses, firsts, words.shape[1], rows.ids, words, positions)
-            else:
-                self._write_odd(group, number, rows.ids, values, positions)
-
-    def _write_odd(
-        self, group: int, number: int, ids: RowIds, values: Bytes2D, positions: NDArray[np.int64]
-    ) -> None:
-        """Fields whose rows are not whole words."""
-        if len(positions):
-            ids, values = ids[positions], values[positions]
-        cuts = np.searchsorted(ids, self._firsts[group])
-        for table, first in enumerate(self._firsts[group][:-1]):
-            a, b = cuts[table], cuts[table + 1]
-            self._live[group][table][number][ids[a:b] - first] = values[a:b]
+        self._tables.scatter(decoded.piece.group, decoded.rows, positions)

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.dense import Array, TablePlace, map_tree
-from holdfast.checkpoint.records import Field, Group
+from holdfast.checkpoint.dense import TablePlace, map_tree
+from holdfast.checkpoint.live import LiveTables
+from holdfast.checkpoint.records import Field, Group, make_groups
+from holdfast.checkpoint.torch_fit import check_module, check_objects, some
+from holdfast.checkpoint.torch_tables import WEIGHT, LiveTable, RowTensors, find_tables
 from holdfast.checkpoint.torch_values import (
-    DTYPE_NAMES,
     TORCH_DTYPES,
     copy_random_states,
     live_leaf,
@@ -38,49 +39,9 @@ from holdfast.checkpoint.torch_values import (
     row_bytes,
     row_field,
     set_random_states,
-    why_no_rows,
 )
 from holdfast.checkpoint.unseen import changes_unseen_rows
-from holdfast.errors import CheckpointError, ConfigError, CorruptCheckpoint, HoldfastError, ModelMismatch
-
-WEIGHT = "weight"
-"""The name of the field that holds a table's weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class LiveTable:
-    """A table of the model.
-
-    Attributes:
-        name: "<object's name>.<key in its state_dict>", the first if it has several.
-        modules: all that look up rows of it.
-        only_looked_up: whether no module of another kind has the same weight, such as an output layer
-            tied to an embedding.
-    """
-
-    name: str
-    modules: tuple[nn.Embedding | nn.EmbeddingBag, ...]
-    only_looked_up: bool
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The parameter that its modules share, as it is now."""
-        weight = self.modules[0].weight
-        reason = why_no_rows(weight)
-        if reason:
-            raise ConfigError(f"table {self.name} {reason}")
-        return cast("nn.Parameter", weight)
-
-
-@dataclass(frozen=True, slots=True)
-class _LiveRows:
-    """A table's tensors and what follows from them, valid as long as the signature is the same."""
-
-    signature: list[tuple[Any, ...]]
-    kept: list[tuple[str, Tensor]]
-    tensors: dict[str, Tensor]
-    fields: tuple[Field, ...]
-    views: tuple[NDArray[np.uint8], ...]
+from holdfast.errors import CheckpointError, CorruptCheckpoint, HoldfastError, ModelMismatch
 
 
 class TrainingObjects:
@@ -95,14 +56,15 @@ class TrainingObjects:
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        _check_objects(objects)
+        check_objects(objects)
         self.objects = dict(objects)
         self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
         self._optimizers = {n: o for n, o in objects.items() if isinstance(o, Optimizer)}
-        self.tables: Mapping[str, LiveTable] = _find_tables(self._modules)
+        self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
         self._incoming: dict[str, dict[str, Tensor]] = {}
-        self._known: dict[str, _LiveRows] = {}
-        self._places: dict[int, tuple[Any, TablePlace]] = {}
+        self._known: dict[str, RowTensors] = {}
+        self._live_tables: LiveTables | None = None
+        self._places: _Places | None = None
         self._seen_versions = self._versions()
 
     # Saving
@@ -115,6 +77,13 @@ class TrainingObjects:
         for table in self.tables.values():
             self._look_at(table)
         return [(name, len(rows.tensors[WEIGHT]), rows.fields) for name, rows in self._known.items()]
+
+    def live_tables(self) -> LiveTables:
+        """All tables in groups, to copy rows from; the same object until some tensor is replaced."""
+        layout = self.layout()
+        if self._live_tables is None:
+            self._live_tables = LiveTables(make_groups(layout), lambda table: self._known[table].views)
+        return self._live_tables
 
     def fields(self, table: str) -> tuple[NDArray[np.uint8], ...]:
         """The live memory of a table's fields, each [rows, bytes], in the order of ``layout``.
@@ -132,17 +101,19 @@ class TrainingObjects:
 
         Raises UnsupportedState, with the path to it, for a value that is not plain data.
         """
+        self.layout()
         return self.capture()()
 
     def capture(self) -> Callable[[], dict[str, Any]]:
         """Copy everything but the rows, now, and give a function that makes a ``dense_tree`` of it.
 
         The copy is all that has to happen between two steps; what the function does can wait, in another
-        thread. It raises what ``dense_tree`` raises.
+        thread. It raises what ``dense_tree`` raises. Rows are known by the last ``layout``.
         """
         places = self._find_places()
-        states = {name: thing.state_dict() for name, thing in self.objects.items()}
-        copies = {name: _copied(state, places) for name, state in states.items()}
+        states = {name: _state_of(thing) for name, thing in self.objects.items()}
+        with torch.no_grad():
+            copies = {name: _copied(state, places) for name, state in states.items()}
         metadata = {name: dict(getattr(states[name], "_metadata", {})) for name in self._modules}
         optimizers = {name: type(o).__name__ for name, o in self._optimizers.items()}
         # Last: a loader's state_dict() may draw random numbers.
@@ -184,7 +155,7 @@ class TrainingObjects:
                     f"{name} is being iterated over: restore() must come before iter(loader)"
                 )
         for name, module in self._modules.items():
-            _check_module(name, module, saved[name])
+            check_module(name, module, saved[name])
         for name, optimizer in self._optimizers.items():
             here, there = type(optimizer).__name__, tree.get("optimizers", {}).get(name)
             if here != there:
@@ -200,11 +171,11 @@ class TrainingObjects:
         saved = {table.name: (table.rows, group.fields) for group in groups for table in group.tables}
         for name in saved.keys() - self.tables.keys():
             raise ModelMismatch(
-                f"the checkpoint has a table {name}, which the model lacks; the model's: {_some(self.tables)}"
+                f"the checkpoint has a table {name}, which the model lacks; the model's: {some(self.tables)}"
             )
         for name in self.tables.keys() - saved.keys():
             raise ModelMismatch(
-                f"table {name} of the model is not in the checkpoint; the checkpoint's: {_some(saved)}"
+                f"table {name} of the model is not in the checkpoint; the checkpoint's: {some(saved)}"
             )
         self._incoming = {name: self._room(self.tables[name], *found) for name, found in saved.items()}
 
@@ -240,24 +211,35 @@ class TrainingObjects:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     owners.setdefault(id(parameter), []).append((optimizer, group))
+        answers: dict[tuple[Any, ...], bool] = {}  # tables of one parameter group are alike, as a rule
         return [
             name
             for name, table in self.tables.items()
-            if self._changes_unseen_rows(table, owners.get(id(table.modules[0].weight), []))
+            if self._changes_unseen_rows(table, owners.get(id(table.modules[0].weight), []), answers)
         ]
 
     def _changes_unseen_rows(
-        self, table: LiveTable, owners: Sequence[tuple[Optimizer, dict[str, Any]]]
+        self,
+        table: LiveTable,
+        owners: Sequence[tuple[Optimizer, dict[str, Any]]],
+        answers: dict[tuple[Any, ...], bool],
     ) -> bool:
         weight = table.modules[0].weight
         if not owners:
             # An average of a model has such tables. PyTorch counts what is written to a tensor.
             return weight.requires_grad or weight._version != self._seen_versions[table.name]
         sparse = all(module.sparse for module in table.modules)
-        dense_after_all = weight.grad is not None and weight.grad.layout == torch.strided
-        if not table.only_looked_up or (sparse and dense_after_all):
+        gradient = weight.grad
+        dense_after_all = sparse and gradient is not None and gradient.layout == torch.strided
+        if not table.only_looked_up or dense_after_all:
             return True
-        return any(changes_unseen_rows(o, g, sparse=sparse, dtype=weight.dtype) for o, g in owners)
+        for optimizer, group in owners:
+            key = (id(optimizer), id(group), sparse, weight.dtype)
+            if key not in answers:
+                answers[key] = changes_unseen_rows(optimizer, group, sparse=sparse, dtype=weight.dtype)
+            if answers[key]:
+                return True
+        return False
 
     # Inside
 
@@ -268,40 +250,22 @@ class TrainingObjects:
         """The live tensors of a table, by field: the weights, then the others by name."""
         return self._look_at(table).tensors
 
-    def _look_at(self, table: LiveTable) -> _LiveRows:
+    def _look_at(self, table: LiveTable) -> RowTensors:
         """A table's tensors as they are now. They seldom change, and looking at them closely costs time."""
-        weight = table.modules[0].weight
-        states = [
-            (f"{name}.{key}", value)
-            for name, optimizer in self._optimizers.items()
-            for key, value in optimizer.state.get(weight, {}).items()
-            if isinstance(key, str) and isinstance(value, Tensor)
-        ]
-        found = [(WEIGHT, weight), *states]
-        # The tensors are kept alive with the answer, so that an id stands for the same tensor.
-        signature = [(name, id(t), t.shape, t.is_sparse or t.data_ptr()) for name, t in found]
         known = self._known.get(table.name)
-        if known is None or known.signature != signature:
-            self._places = {}
-            rows = {n: t for n, t in sorted(states) if _is_row_state(t, len(table.weight))}
-            tensors: dict[str, Tensor] = {WEIGHT: table.weight, **rows}
-            known = self._known[table.name] = _LiveRows(
-                signature=signature,
-                kept=found,
-                tensors=tensors,
-                fields=tuple(row_field(name, tensor) for name, tensor in tensors.items()),
-                views=tuple(map(row_bytes, tensors.values())),
-            )
+        if known is None or not known.valid():
+            self._places = None
+            self._live_tables = None
+            known = self._known[table.name] = RowTensors.of(table, self._optimizers)
         return known
 
-    def _find_places(self) -> dict[int, tuple[Any, TablePlace]]:
-        """Where in memory the rows' tensors are: (what tensor shows it, what to write in its place)."""
-        self.layout()
-        if not self._places:
+    def _find_places(self) -> _Places:
+        """Where the rows' tensors are, as the last ``layout`` found them."""
+        if self._places is None:
+            self._places = _Places({}, {})
             for name, rows in self._known.items():
                 for field, tensor in rows.tensors.items():
-                    place = TablePlace(name, field, tuple(tensor.shape))
-                    self._places.setdefault(tensor.data_ptr(), (memory_key(tensor), place))
+                    self._places.add(tensor, TablePlace(name, field, tuple(tensor.shape)))
         return self._places
 
     def _room(self, table: LiveTable, rows: int, fields: Sequence[Field]) -> dict[str, Tensor]:
@@ -330,7 +294,7 @@ class TrainingObjects:
         if owner is None or not any(_holds(g, weight) for g in self._optimizers[owner].param_groups):
             raise ModelMismatch(
                 f"the checkpoint has {field.name} of table {table.name}, but no optimizer was given that has "
-                f"this name and this table; optimizers: {_some(self._optimizers)}"
+                f"this name and this table; optimizers: {some(self._optimizers)}"
             )
         width = weight.numel() // len(weight)
         shape = (rows,) if field.width == 1 != width else (rows, field.width)
@@ -382,85 +346,60 @@ class TrainingObjects:
                 thing.state_dict()
 
 
-def _copied(value: Any, places: Mapping[int, tuple[Any, TablePlace]]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """What to write in the place of a rows' tensor: found by the tensor, or else by its memory."""
+
+    by_id: dict[int, TablePlace]
+    by_memory: dict[int, tuple[Any, TablePlace]]
+
+    def add(self, tensor: Tensor, place: TablePlace) -> None:
+        """``tensor`` must live as long as this does."""
+        known = self.by_memory.setdefault(tensor.data_ptr(), (memory_key(tensor), place))
+        self.by_id[id(tensor)] = known[1] if known[0] == memory_key(tensor) else place
+
+    def find(self, tensor: Tensor) -> TablePlace | None:
+        """For the tensor, or one that shows the same memory in the same way."""
+        place = self.by_id.get(id(tensor))
+        if place is None:
+            key, other = self.by_memory.get(tensor.data_ptr(), (None, None))
+            place = other if key is not None and key == memory_key(tensor) else None
+        return place
+
+
+def _state_of(thing: Any) -> Any:
+    plain = isinstance(thing, nn.Module) and type(thing).state_dict is nn.Module.state_dict
+    if plain and "state_dict" not in vars(thing):
+        # With the parameters themselves, not with views of them made for the occasion, which cost time twice.
+        return thing.state_dict(keep_vars=True)
+    return thing.state_dict()
+
+
+_ATOMS = {int, float, bool, str, bytes, type(None), complex}
+
+
+def _copied(value: Any, places: _Places) -> Any:
     """A copy of a state that training cannot change any more; rows' tensors are only named.
 
     What is not plain data is passed on as it is, for whoever turns the copy into a tree to refuse.
     """
+    kind = type(value)
     copied: Any = value
-    if isinstance(value, Tensor):
-        if value.layout == torch.strided and not value.is_meta and type(value) in (Tensor, nn.Parameter):
-            known = places.get(value.data_ptr())
-            is_rows = known is not None and known[0] == memory_key(value)
-            copied = known[1] if known is not None and is_rows else value.detach().clone()
+    if kind in _ATOMS:
+        return value
+    if kind is Tensor or kind is nn.Parameter:
+        if value.layout == torch.strided and not value.is_meta:
+            place = places.find(value)
+            copied = place if place is not None else value.clone()
     elif isinstance(value, dict):
         copied = {k: _copied(v, places) for k, v in value.items()}
-        if type(value) is Counter:
+        if kind is Counter:
             copied = Counter(copied)
-    elif type(value) in (list, tuple):
-        copied = type(value)(_copied(v, places) for v in value)
+    elif kind is list or kind is tuple:
+        copied = kind([_copied(v, places) for v in value])
     elif isinstance(value, np.ndarray | set):
         copied = value.copy()
     return copied
-
-
-def _check_objects(objects: Mapping[str, Any]) -> None:
-    names: dict[int, str] = {}
-    for name, thing in objects.items():
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"a training object is named {name!r}: expected a name")
-        if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise ConfigError(
-                f"{name} is a {type(thing).__name__}, which lacks state_dict() or load_state_dict(): "
-                "give it both, or leave it out"
-            )
-        if id(thing) in names:
-            raise ConfigError(f"{name} and {names[id(thing)]} are the same object: pass it once")
-        names[id(thing)] = name
-        if any(name.startswith(f"{other}.") for other in objects):
-            raise ConfigError(f"{name}'s name begins with another object's: their tables could be mixed up")
-
-
-def _find_tables(modules: Mapping[str, nn.Module]) -> dict[str, LiveTable]:
-    """Every weight that is looked up, with all modules that look it up."""
-    names: dict[int, str] = {}
-    users: dict[int, dict[int, Any]] = {}
-    others: set[int] = set()
-    for root, model in modules.items():
-        for path, module in model.named_modules(remove_duplicate=False):
-            # Not module.weight: that can be computed from other parameters, which then are dense state.
-            weight = module._parameters.get("weight")
-            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                others |= {id(p) for p in module._parameters.values() if p is not None}
-            elif weight is not None and (weight.is_meta or weight.numel()):
-                names.setdefault(id(weight), ".".join(filter(None, (root, path, "weight"))))
-                users.setdefault(id(weight), {})[id(module)] = module
-    tables = {
-        name: LiveTable(name, tuple(users[weight].values()), weight not in others)
-        for weight, name in names.items()
-    }
-    _check_overlaps(tables)
-    return tables
-
-
-def _check_overlaps(tables: Mapping[str, LiveTable]) -> None:
-    """Two tables in the same memory would undo each other's rows in a restore."""
-    ranges = sorted((t.weight.data_ptr(), t.weight.nbytes, t.name) for t in tables.values())
-    for (begin, length, first), (after, _, second) in pairwise(ranges):
-        if begin + length > after:
-            raise ConfigError(
-                f"tables {first} and {second} share memory but not their Parameter: tie them by assigning "
-                "the Parameter of one to the other"
-            )
-
-
-def _is_row_state(value: Any, rows: int) -> bool:
-    return (
-        type(value) in (Tensor, nn.Parameter)
-        and value.dim() > 0
-        and value.shape[0] == rows
-        and why_no_rows(value) is None
-    )
 
 
 def _holds(group: Mapping[str, Any], weight: Tensor) -> bool:
@@ -495,40 +434,3 @@ def _is_iterating(thing: Any) -> bool:
     return getattr(thing, "_iterator", None) is not None and not getattr(
         thing, "_initial_iter_for_state_dict", False
     )
-
-
-def _check_module(name: str, module: nn.Module, saved: Any) -> None:
-    """Compare keys, shapes and types before PyTorch does, which loads half and casts what does not fit."""
-    if not isinstance(saved, dict):
-        raise ModelMismatch(f"{name} is no module in the checkpoint, and a {type(module).__name__} here")
-    if any(m._load_state_dict_pre_hooks for m in module.modules()):
-        return  # these may translate an older state: its load_state_dict must judge
-    live = module.state_dict()
-    for problem, keys in (
-        ("not here", saved.keys() - live.keys()),
-        ("only here", live.keys() - saved.keys()),
-    ):
-        if keys:
-            raise ModelMismatch(f"{name} has other keys in the checkpoint; {problem}: {_some(sorted(keys))}")
-    for key, mine in live.items():
-        value = saved[key]
-        if not isinstance(mine, Tensor) or nn.parameter.is_lazy(mine):
-            continue
-        here = (tuple(mine.shape), DTYPE_NAMES.get(mine.dtype, str(mine.dtype)))
-        there = (
-            (value.shape, getattr(value, "dtype", here[1]))
-            if isinstance(value, (Array, TablePlace))
-            else None
-        )
-        if here != there:
-            raise ModelMismatch(f"{name}.{key} is {_show(there)} in the checkpoint and {_show(here)} here")
-
-
-def _show(found: tuple[tuple[int, ...], str] | None) -> str:
-    return f"{found[1]} of shape {list(found[0])}" if found else "no tensor"
-
-
-def _some(names: Any) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-    return (", ".join(shown[:5]) or "none") + more

@@ -17,6 +17,7 @@ its weights and in its optimizer state:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,5 +47,10 @@ def changes_unseen_rows(
         return bool(group["momentum"])
     if type(optimizer) is Adagrad:
         # An eps that the table's type rounds to 0 makes 0 / 0 of every row without a gradient so far.
-        return not torch.tensor(group["eps"], dtype=dtype) > 0
+        return _rounds_to_zero(float(group["eps"]), dtype)
     return True
+
+
+@cache
+def _rounds_to_zero(value: float, dtype: torch.dtype) -> bool:
+    return not bool(torch.tensor(value, dtype=dtype) > 0)

@@ -23,8 +23,9 @@ import numpy as np
 from holdfast.checkpoint.background import Background
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.live import Gather, LiveTables
 from holdfast.checkpoint.manifest import DenseEntry, Era, Version
-from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows, take_rows
+from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies.baselines import intermittent_baseline_is_due, reset_is_due
@@ -35,8 +36,9 @@ from holdfast.options import Chunked, Differential, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
 
-FieldsOf = Callable[[str], Sequence[Bytes2D]]
-"""The live fields of a table, as bytes [rows, bytes]."""
+CaptureDense = Callable[[], Callable[[], Sequence[Any]]]
+Look = Callable[[], tuple[LiveTables, Sequence[str]]]
+"""The tables as they are now, and the names of those of which any row may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,15 @@ class _Outcome:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """Rows of a version that are being copied."""
+
+    baseline: bool
+    rows: list[Rows]
+    gather: Gather
+
+
 class Writer:
     """Saves versions of some tables and whatever bytes go with them.
 
@@ -88,7 +99,8 @@ class Writer:
         self.tracker = Tracker(())
         self.reports: list[SaveReport] = []
         self._groups: tuple[Group, ...] = ()
-        self._fields_of: FieldsOf = lambda table: ()
+        self._tables = LiveTables((), lambda table: ())
+        self._nothing_unseen = True
         self._shard = Shard(0, (), self.strategy)
         self._era = 0
         self._since_baseline: list[RowSet] = []
@@ -101,17 +113,19 @@ class Writer:
         self._saved = threading.Event()
         self._tidy_error: BaseException | None = None
 
-    def bind(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
+    def bind(self, tables: LiveTables) -> None:
         """Say what is to be saved. New groups begin a new era: the next version holds everything."""
-        if tuple(groups) != self._groups:
+        if tables is self._tables:
+            return
+        if tables.groups != self._groups:
             # What is under way is of the old groups, and so is what becomes of it.
             self._thread.wait()
             self.collect()
-            self._groups = tuple(groups)
-            self.tracker = Tracker(groups)
-            self._arena = [[] for _ in groups]
+            self._groups = tables.groups
+            self.tracker = Tracker(tables.groups)
+            self._arena = [[] for _ in tables.groups]
             self.begin_anew()
-        self._fields_of = fields_of
+        self._tables = tables
 
     def begin_anew(self) -> None:
         """Let the next version hold everything: the marks do not tell what is new in the tables."""
@@ -159,23 +173,20 @@ class Writer:
         return True
 
     def save(
-        self, step: int, capture_dense: Callable[[], Callable[[], Sequence[Any]]], metadata: dict[str, Any]
+        self, step: int, capture_dense: CaptureDense, metadata: dict[str, Any], look: Look | None = None
     ) -> int:
         """Save a version and return its number as soon as its snapshot is taken.
 
         ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
-        called in the background for the buffers to be written. Waits for the save that is under way; ask
-        ``skips`` before.
+        called in the background for the buffers to be written. ``look`` says which tables there are now;
+        without it they are the ones of ``bind``. Waits for the save that is under way; ask ``skips`` before.
         """
         called = time.perf_counter()
         self._saved_wait()
         self.collect()
         started = time.perf_counter()
-        baseline = self._baseline_is_due()
-        changed = self.tracker.take()
         try:
-            rows = self._snapshot(changed, baseline=baseline)
-            dense = capture_dense()
+            baseline, rows, dense = self._snapshot(capture_dense, look)
         except BaseException:
             self.tracker.give_back()
             raise
@@ -257,28 +268,46 @@ class Writer:
             )
         return False
 
-    def _snapshot(self, changed: Sequence[RowIds], *, baseline: bool) -> list[Rows]:
-        """Copies of the rows that the version holds, and nothing else: training waits for this."""
-        wanted = list(changed)
+    def _snapshot(
+        self, capture_dense: CaptureDense, look: Look | None
+    ) -> tuple[bool, list[Rows], Callable[[], Sequence[Any]]]:
+        """Copies of what the version holds, and nothing else: training waits for this."""
+        # To look at every tensor takes as long as to copy many rows. As a rule nothing has changed: copying
+        # starts at once, from where the rows were the last time, and is done again if that was wrong.
+        copying = self._start_copying() if self._nothing_unseen or look is None else None
+        try:
+            if look is not None:
+                tables, unseen = look()
+                self._nothing_unseen = not unseen
+                if copying is not None and (unseen or tables is not self._tables):
+                    copying.gather.finish()
+                    self.tracker.give_back()
+                    copying = None
+                if copying is None:
+                    self.bind(tables)
+                    for table in unseen:
+                        self.tracker.mark_table(table)
+                    copying = self._start_copying()
+            dense = capture_dense()
+        finally:
+            if copying is not None:
+                copying.gather.finish()
+        assert copying is not None
+        return copying.baseline, copying.rows, dense
+
+    def _start_copying(self) -> _Copying:
+        baseline = self._baseline_is_due()
+        wanted = self.tracker.take()
         if baseline:
             wanted = [np.arange(g.rows, dtype=np.int64) for g in self._groups]
             self._since_baseline = [RowSet(g.rows) for g in self._groups]
         elif isinstance(self.strategy, Differential):
-            for rows, ids in zip(self._since_baseline, changed, strict=True):
+            for rows, ids in zip(self._since_baseline, wanted, strict=True):
                 rows.add(ids)
             wanted = [rows.ids() for rows in self._since_baseline]
-        return [self._gather(number, ids) for number, ids in enumerate(wanted)]
-
-    def _gather(self, number: int, ids: RowIds) -> Rows:
-        group = self._groups[number]
-        copies = self._space(number, len(ids))
-        edges = np.searchsorted(ids, [t.first for t in group.tables] + [group.rows])
-        for table, a, b in zip(group.tables, edges[:-1], edges[1:], strict=True):
-            if a < b:
-                local = ids[a:b] - table.first if table.first else ids[a:b]
-                for live, copy in zip(self._fields_of(table.name), copies, strict=True):
-                    take_rows(live, local, copy[a:b])
-        return Rows(ids, tuple(copies))
+        copies = [self._space(number, len(ids)) for number, ids in enumerate(wanted)]
+        copied = [Rows(ids, tuple(fields)) for ids, fields in zip(wanted, copies, strict=True)]
+        return _Copying(baseline, copied, self._tables.start_gather(wanted, copies))
 
     def _space(self, number: int, rows: int) -> list[Bytes2D]:
         """Memory for a snapshot: the last one's, if it is large enough and not much too large.

@@ -77,19 +77,37 @@ def count_marked(bits):
 
 
 @njit(cache=True, nogil=True)
-def marked_rows(bits, out):
-    """Write the ids of all set bits to ``out``, ascending; how many there were."""
+def marked_rows(bits, out, clear):
+    """Write the ids of set bits to ``out``, ascending: (how many, how many words of the bitmap were done).
+
+    Stops where ``out`` has no room for all that a word may hold, which is 64 ids. ``clear`` clears what was
+    written.
+    """
     found = 0
     for w in range(bits.shape[0]):
+        if found + 64 > out.shape[0]:
+            return found, w
         word = bits[w]
+        if clear:
+            bits[w] = np.uint64(0)
+        # Most words hold none to two. Two are written in any case: a guess at how many would often be wrong,
+        # which costs more than what is written for nothing and overwritten by the next word.
+        end = found + np.int64(_ones(word))
+        out[found] = w * 64 + np.int64(_trailing_zeros(word))
+        word &= word - np.uint64(1)
+        out[found + 1] = w * 64 + np.int64(_trailing_zeros(word))
+        word &= word - np.uint64(1)
+        found += 2
         while word != np.uint64(0):
             out[found] = w * 64 + np.int64(_trailing_zeros(word))
-            found += 1
             word &= word - np.uint64(1)
-    return found
+            found += 1
+        found = end
+    return found, bits.shape[0]
 
 
-_AHEAD = 12
+_AHEAD = 16
+_GATHER_BLOCK = 2048
 _BLOCK = 128  # gaps that share one Rice parameter
 _LARGEST_PARAMETER = 48  # gaps of up to 2**48; a word has 57 bits of the stream at least
 
@@ -203,51 +221,147 @@ def _word(address, at, limit):
 
 
 @njit(cache=True, nogil=True)
-def scatter_rows(addresses, firsts, words, ids, values, positions):
+def living_rows(born, after, version, died, dead_at, out):
+    """Write to ``out`` every i with after < born[i] <= version and died[i] > dead_at; how many there are.
+
+    An empty array stands for 0 everywhere, and ``out`` has room for every row.
+    """
+    found = 0
+    births, deaths = born.shape[0] > 0, died.shape[0] > 0
+    for i in range(out.shape[0]):
+        b = np.int64(born[i]) if births else np.int64(0)
+        d = np.int64(died[i]) if deaths else np.int64(0)
+        out[found] = i  # overwritten if it does not count
+        found += (b > after) & (b <= version) & (d > dead_at)
+    return found
+
+
+FROM_FRONT, FROM_BEHIND, UNTIL_HELPED = range(3)
+
+
+@njit(cache=True, nogil=True)
+def gather_rows(addresses, firsts, ids, targets, words, word, shared, helped, how):
+    """Copy rows of tables that are numbered through, several fields of each, by one thread or two.
+
+    Table t has rows firsts[t] to firsts[t + 1] - 1 of the numbering; its field f begins at memory address
+    addresses[f, t] and has words[f] words a row, as long as an element of ``word``. Row ids[i] of a field is
+    copied to row i of the array at targets[f]. ids ascend and lie within the numbering: the caller's duty.
+
+    The work is cut into blocks, numbered through over all fields. shared[0] and shared[1], 0 and
+    ``gather_blocks`` at first, are the first block and the one behind the last that nobody has taken: one
+    thread takes them FROM_FRONT, the other FROM_BEHIND, until they meet. Without locks both may take the
+    last one: then it is copied twice. UNTIL_HELPED is from behind too, until the first thread is there.
+    """
+    blocks = (ids.shape[0] + _GATHER_BLOCK - 1) // _GATHER_BLOCK
+    if how == FROM_FRONT:
+        helped[0] = 1
+    while True:
+        if how == FROM_FRONT:
+            taken = shared[0]
+            if taken >= shared[1]:
+                return
+            shared[0] = taken + 1
+        else:
+            taken = shared[1] - 1
+            if taken < shared[0] or (how == UNTIL_HELPED and helped[0]):
+                return
+            shared[1] = taken
+        field = taken // blocks
+        begin = (taken - field * blocks) * _GATHER_BLOCK
+        part = ids[begin : begin + _GATHER_BLOCK]
+        width = words[field]
+        out = carray(_pointer(targets[field]), (ids.shape[0], width), word.dtype)[begin:]
+        _gather(addresses[field], firsts, part, out)
+
+
+def gather_blocks(fields, rows):
+    """How many blocks ``gather_rows`` cuts its work into."""
+    return fields * ((rows + _GATHER_BLOCK - 1) // _GATHER_BLOCK)
+
+
+@njit(cache=True, nogil=True)
+def _gather(addresses, firsts, ids, out):
+    words = out.shape[1]
+    row_bytes = words * out.itemsize
+    table = np.searchsorted(firsts, ids[0], "right") - 1
+    ahead = table
+    live = carray(_pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), out.dtype)
+    for i in range(ids.shape[0]):
+        if i + _AHEAD < ids.shape[0]:  # rows lie anywhere: ask for the one that comes in a while
+            coming = ids[i + _AHEAD]
+            while coming >= firsts[ahead + 1]:
+                ahead += 1
+            _prefetch_row(addresses[ahead] + (coming - firsts[ahead]) * row_bytes, row_bytes)
+        if ids[i] >= firsts[table + 1]:
+            while ids[i] >= firsts[table + 1]:
+                table += 1
+            live = carray(_pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), out.dtype)
+        _copy_row(live, ids[i] - firsts[table], out, i)
+
+
+@njit(cache=True, nogil=True)
+def scatter_rows(addresses, firsts, ids, values, positions):
     """Copy row values[p] to row ids[p] of tables that are numbered through, for each p of ``positions``.
 
     Table t begins at memory address addresses[t] and has rows firsts[t] to firsts[t + 1] - 1 of the
-    numbering, of ``words`` 64-bit words each. ids ascend and lie within the numbering: the caller's duty.
-    Without positions: every row.
+    numbering, each of as many words as a row of ``values``. ids ascend and lie within the numbering: the
+    caller's duty. Without positions: every row.
     """
+    words = values.shape[1]
+    row_bytes = words * values.itemsize
     some = positions.shape[0] > 0
     count = positions.shape[0] if some else ids.shape[0]
     table = ahead = 0
-    live = carray(_pointer(addresses[0]), (firsts[1] - firsts[0], words), np.uint64)
+    live = carray(_pointer(addresses[0]), (firsts[1] - firsts[0], words), values.dtype)
     for i in range(count):
         p = positions[i] if some else i
-        if i + _AHEAD < count:  # rows lie anywhere: ask for the one that comes in a while
+        if i + _AHEAD < count:
             coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
             while coming >= firsts[ahead + 1]:
                 ahead += 1
-            _prefetch(addresses[ahead] + (coming - firsts[ahead]) * (8 * words))
+            _prefetch_row(addresses[ahead] + (coming - firsts[ahead]) * row_bytes, row_bytes)
         if ids[p] >= firsts[table + 1]:
             while ids[p] >= firsts[table + 1]:
                 table += 1
-            live = carray(_pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), np.uint64)
-        row = ids[p] - firsts[table]
-        w = 0
-        while w + 8 <= words:  # eight loads, then eight stores: they may not be told apart otherwise
-            a0 = values[p, w]
-            a1 = values[p, w + 1]
-            a2 = values[p, w + 2]
-            a3 = values[p, w + 3]
-            a4 = values[p, w + 4]
-            a5 = values[p, w + 5]
-            a6 = values[p, w + 6]
-            a7 = values[p, w + 7]
-            live[row, w] = a0
-            live[row, w + 1] = a1
-            live[row, w + 2] = a2
-            live[row, w + 3] = a3
-            live[row, w + 4] = a4
-            live[row, w + 5] = a5
-            live[row, w + 6] = a6
-            live[row, w + 7] = a7
-            w += 8
-        while w < words:
-            live[row, w] = values[p, w]
-            w += 1
+            live = carray(
+                _pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), values.dtype
+            )
+        _copy_row(values, p, live, ids[p] - firsts[table])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _prefetch_row(address, row_bytes):
+    """The lines of a row; of a long one the first few, behind which the processor runs on by itself."""
+    _prefetch(address)
+    for offset in range(64, min(row_bytes, 256), 64):
+        _prefetch(address + offset)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _copy_row(source, i, target, j):
+    words = source.shape[1]
+    w = 0
+    while w + 8 <= words:  # eight loads, then eight stores: they may not be told apart otherwise
+        a0 = source[i, w]
+        a1 = source[i, w + 1]
+        a2 = source[i, w + 2]
+        a3 = source[i, w + 3]
+        a4 = source[i, w + 4]
+        a5 = source[i, w + 5]
+        a6 = source[i, w + 6]
+        a7 = source[i, w + 7]
+        target[j, w] = a0
+        target[j, w + 1] = a1
+        target[j, w + 2] = a2
+        target[j, w + 3] = a3
+        target[j, w + 4] = a4
+        target[j, w + 5] = a5
+        target[j, w + 6] = a6
+        target[j, w + 7] = a7
+        w += 8
+    while w < words:
+        target[j, w] = source[i, w]
+        w += 1
 
 
 @njit(cache=True, nogil=True, inline="always")

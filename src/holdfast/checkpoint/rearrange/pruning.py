@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.checkpoint.bundles import Change, FileWriter, read_indexes
 from holdfast.checkpoint.chunk import NewPiece, check_piece, decode_piece
@@ -30,7 +29,7 @@ def is_prunable(
     empty = Rows(np.empty(0, np.int64), ())
     needed = 0
     for _, index in read_indexes(store, entry, groups):
-        born, died = (_each(v, len(index.ids)) for v in (index.born, index.died))
+        born, died = (v.each(len(index.ids)) for v in (index.born, index.died))
         needed += int(rounds.belongs_to_any(rounds.Lives(empty, born, died), kept).sum())
     return entry.rows - needed > dead_fraction * entry.rows
 
@@ -49,7 +48,7 @@ def prune(store: Store, entry: FileEntry, groups: Sequence[Group], kept_versions
             opened.read([piece], data)
             check_piece(piece, data, opened.where)
             found = decode_piece(piece, data, groups[piece.group].fields, opened.where)
-            born, died = (_each(v, piece.rows) for v in (found.born, found.died))
+            born, died = (v.each(piece.rows) for v in (found.born, found.died))
             lives = rounds.Lives(found.rows, born, died)
             lives = lives.take(rounds.belongs_to_any(lives, kept))
             if len(lives.rows):
@@ -57,7 +56,3 @@ def prune(store: Store, entry: FileEntry, groups: Sequence[Group], kept_versions
     version = int(kept[-1])
     written = FileWriter(entry.shard, groups).write(store, version, "history", pieces)
     return Change(version, "round", written, (entry.name,))
-
-
-def _each(versions: NDArray[np.int32] | int, rows: int) -> NDArray[np.int32]:
-    return np.broadcast_to(np.asarray(versions, np.int32), rows)

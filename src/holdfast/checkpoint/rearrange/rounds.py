@@ -88,7 +88,7 @@ class Rounds:
                 self._next_file += 1
                 self._files[number] = _OpenFile(entry, number)
             for group, index in read_indexes(store, entry, self.groups):
-                born = np.broadcast_to(np.asarray(index.born, np.int32), len(index.ids))
+                born = index.born.each(len(index.ids))
                 found[group].append((index.ids, born, number))
                 if number:
                     self._where[group][index.ids] = number
@@ -155,7 +155,7 @@ class Rounds:
                     at = np.searchsorted(dead_ids, ids)
                     hit = np.flatnonzero(np.append(dead_ids, -1)[at] == ids)
                     died[hit] = dead_versions[at[hit]]
-                    born = np.broadcast_to(np.asarray(decoded.born, np.int32), len(ids))
+                    born = decoded.born.each(len(ids))
                     parts.append(rounds.Lives(decoded.rows, born, died))
         return _join(parts, fields)
 

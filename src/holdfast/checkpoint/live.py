@@ -1,0 +1,153 @@
+"""The live memory of a group's tables: rows are copied out of it by a save and into it by a restore."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows
+from holdfast.errors import CorruptCheckpoint
+from holdfast.kernels.rows import (
+    FROM_BEHIND,
+    FROM_FRONT,
+    UNTIL_HELPED,
+    gather_blocks,
+    gather_rows,
+    scatter_rows,
+)
+
+FieldsOf = Callable[[str], Sequence[Bytes2D]]
+"""The live fields of a table, as bytes [rows, bytes], in the order of its group's fields."""
+
+_ALL = np.empty(0, np.int64)
+_CORES = os.cpu_count() or 1
+_HELP_BYTES = 1 << 20  # less is not worth waking a thread for
+
+
+@cache
+def _helper() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "holdfast-copy")
+
+
+# A process that is forked off has the pool but not its threads.
+os.register_at_fork(after_in_child=_helper.cache_clear)
+
+
+class LiveTables:
+    """Where the rows of some groups are in memory.
+
+    Args:
+        groups: which tables there are, with what fields.
+        fields_of: asked once, here. The arrays are kept alive; what takes their place later is not seen.
+    """
+
+    def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
+        self.groups = tuple(groups)
+        self._firsts = [np.array([t.first for t in g.tables] + [g.rows], np.int64) for g in groups]
+        # Kept alive here: below they are addresses.
+        self._live = [[tuple(fields_of(t.name)) for t in g.tables] for g in groups]
+        self._addresses = [
+            np.array([[f[i].ctypes.data for f in tables] for i in range(len(g.fields))], np.int64)
+            for g, tables in zip(groups, self._live, strict=True)
+        ]
+        self._words = [_word(field.bytes for field in g.fields) for g in groups]
+        for group, tables in zip(groups, self._live, strict=True):
+            for table, fields in zip(group.tables, tables, strict=True):
+                for field, live in zip(group.fields, fields, strict=True):
+                    if live.shape != (table.rows, field.bytes) or not live.flags.c_contiguous:
+                        raise CorruptCheckpoint(
+                            f"table {table.name}: {field.name} is not [rows, bytes] of the group"
+                        )
+
+    def start_gather(self, wanted: Sequence[RowIds], out: Sequence[Sequence[Bytes2D]]) -> Gather:
+        """Begin to copy rows (of each group, ids ascending) to ``out`` (of each group, of each field).
+
+        Call ``finish`` on what this returns. Nothing may write to the rows before it comes back.
+        """
+        parts: list[_GatherPart] = []
+        for group, (ids, copies) in enumerate(zip(wanted, out, strict=True)):
+            if len(ids):
+                self._check(group, ids)
+                rows = (self._addresses[group], self._firsts[group], ids)
+                parts.append(_GatherPart(rows, copies, self._words[group]))
+        return Gather(parts)
+
+    def scatter(self, group: int, rows: Rows, positions: NDArray[np.int64] | None = None) -> None:
+        """Write rows of a group to where they belong; with positions, only the rows at those."""
+        if len(rows) and (positions is None or len(positions)):
+            self._check(group, rows.ids)
+            some = _ALL if positions is None else positions
+            for addresses, values in zip(self._addresses[group], rows.fields, strict=True):
+                scatter_rows(addresses, self._firsts[group], rows.ids, _in_words(values), some)
+
+    def _check(self, group: int, ids: RowIds) -> None:
+        """Ids become addresses, and they ascend."""
+        rows = self._firsts[group][-1]
+        if not (ids[0] >= 0 and ids[-1] < rows):
+            raise CorruptCheckpoint(f"rows {ids[0]} to {ids[-1]} of a group of {rows}")
+
+
+def _in_words(values: Bytes2D) -> NDArray[np.unsignedinteger]:
+    """The same rows in words as long as they allow."""
+    return values.view(_word([values.shape[1]]).dtype)
+
+
+def _word(row_bytes: Iterable[int]) -> NDArray[np.unsignedinteger]:
+    """An empty array of the longest words of which all of these rows are made."""
+    return np.empty(0, f"u{math.gcd(8, *row_bytes)}")
+
+
+class _GatherPart:
+    """Rows of one group to be copied, by whoever has time."""
+
+    def __init__(
+        self, rows: tuple[Any, Any, RowIds], copies: Sequence[Bytes2D], word: NDArray[np.unsignedinteger]
+    ) -> None:
+        ids = rows[2]
+        self.bytes = len(ids) * sum(copy.shape[1] for copy in copies)
+        self._kept_alive = copies
+        self._arguments = (
+            *rows,
+            np.array([copy.ctypes.data for copy in copies], np.int64),
+            np.array([copy.shape[1] // word.itemsize for copy in copies], np.int64),
+            word,
+            np.array([0, gather_blocks(len(copies), len(ids))], np.int64),
+        )
+
+    def run(self, helped: NDArray[np.int64], how: int) -> None:
+        gather_rows(*self._arguments, helped, how)
+
+
+class Gather:
+    """Rows that are being copied: by another thread, if they are many, and by the one that waits for it.
+
+    Each row is a wait for memory, of which a core can have only so many under way: two copy more than one.
+    And whoever called has other things to do meanwhile.
+    """
+
+    def __init__(self, parts: Sequence[_GatherPart]) -> None:
+        self._parts = parts
+        self._helped = np.zeros(1, np.int64)
+        self._helper: Future[None] | None = None
+        if _CORES > 1 and sum(part.bytes for part in parts) >= _HELP_BYTES:
+            self._helper = _helper().submit(self._run, FROM_FRONT)
+            # A thread takes a while to wake up, and then needs the interpreter, which this one has, to begin:
+            # copying here until it has begun loses no time.
+            self._run(UNTIL_HELPED)
+
+    def finish(self) -> None:
+        """Return when everything is copied."""
+        self._run(FROM_BEHIND)
+        if self._helper is not None:
+            self._helper.result()
+
+    def _run(self, how: int) -> None:
+        for part in self._parts if how == FROM_FRONT else reversed(self._parts):
+            part.run(self._helped, how)
