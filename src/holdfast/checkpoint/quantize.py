@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.records import Bytes2D, RowIds
 from holdfast.errors import ConfigError, CorruptCheckpoint
+from holdfast.kernels import dequantize
 from holdfast.kernels import quantize as kernels
 from holdfast.kernels import quantize_state as state_kernels
 
@@ -113,7 +114,7 @@ class UniformCodec:
 
     def decode(self, stored: Bytes2D, out: Floats2D) -> None:
         """Fill ``out`` with the rows' values; those that are raw are left as they are."""
-        kernels.decode_uniform(
+        dequantize.decode_uniform(
             *_stored(self, stored, out), *_rows(out, np.float32, "out"),
             out.shape[0], out.shape[1], self.bits, self.grid_bits,
         )  # fmt: skip
@@ -124,7 +125,7 @@ class UniformCodec:
     ) -> None:  # fmt: skip
         """Decode stored[p] into row ids[p] of float32 tables, numbered through as in ``scatter_rows``."""
         rows = _rows(stored, np.uint8, "stored")
-        kernels.decode_uniform_into(
+        dequantize.decode_uniform_into(
             addresses, firsts, width, ids, *rows, self.bits, self.grid_bits, positions
         )
 
@@ -132,7 +133,7 @@ class UniformCodec:
         """True where a stored row says that it is kept elsewhere."""
         raw = np.empty(len(stored), np.bool_)
         rows, size = stored.shape
-        kernels.find_raw(*_rows(stored, np.uint8, "stored"), rows, size, self.grid_bits, raw)
+        dequantize.find_raw(*_rows(stored, np.uint8, "stored"), rows, size, self.grid_bits, raw)
         return raw
 
     def to_json(self) -> dict[str, Any]:

@@ -1,15 +1,12 @@
-"""The hot loops of uniform quantization: a row of floats to a few bits a number and back.
+"""The hot loops of uniform quantization: rows of floats to a few bits a number; ``dequantize`` goes back.
 
 Rows are given as the address of the first and the bytes from one to the next, so that one compiled
-loop serves whole arrays, columns of records and tables anywhere. Bounds are the caller's duty. No loop
-adds floats in an order that depends on the machine: equal rows give equal bytes everywhere.
+loop serves whole arrays, columns of records and tables anywhere. Bounds are the caller's duty. Nothing
+is added up in an order that depends on the machine: equal rows give equal bytes everywhere.
 
-A stored row (``levels`` = 2**bits - 1, all little-endian):
-
-    grid 16   u16 scale: bits 30 to 15 of the float32; i16 zero, in steps of 2**-fraction; codes
-    grid 32   f32 scale; f32 zero; codes
-
-    value     grid 16: scale * (code + zero / 2**fraction)      grid 32: zero + scale * code
+Most rows are *easy*: float32 can do all that is needed without overflow, without denormals and with
+roundings that are far smaller than a step; eight of them get their grids at once. The others are done
+one by one in float64, and what comes of them is decoded again and checked.
 """
 
 from __future__ import annotations
@@ -17,479 +14,380 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit  # type: ignore[attr-defined]
 
-from holdfast.kernels.rows import _pointer, _prefetch
+from holdfast.kernels.dequantize import (
+    CONSTANT_16,
+    FAR,
+    LARGEST,
+    LEAST_EASY,
+    MOST_EASY,
+    NO_SCALE_16,
+    RAW_16,
+    RAW_32,
+    decode_uniform,
+    fraction_bits,
+)
+from holdfast.kernels.lanes import (
+    as_bits,
+    as_float,
+    bits_of,
+    from_bits,
+    greater,
+    greater_int,
+    highest_each,
+    highest_int,
+    load,
+    load_some,
+    lowest_each,
+    magnitude_bits,
+    nearest,
+    read32,
+    smaller,
+    splat,
+    splat_int,
+    store,
+    to_bytes,
+    to_ints,
+    where_less,
+    write8,
+    write16,
+    write32,
+    write64,
+)
+from holdfast.kernels.quantize_search import losses, only_allowed, search
+from holdfast.kernels.rows import _pointer
 
 SYMMETRIC, ASYMMETRIC, ADAPTIVE = 0, 1, 2
 
-RAW_16 = 0xFFFF
-"""A scale of grid 16 that says: this row is stored elsewhere, as it was."""
-CONSTANT_16 = 0xFFFE
-"""A scale of grid 16 that says: all values are the float32 in the four bytes that follow."""
-NO_SCALE_16 = 0xFF00
-"""Scales of grid 16 from here on are no numbers."""
-
-_AHEAD = 12
-_LARGEST = 3.4028234663852886e38
-_REFINEMENTS = 3
-# Within these no float32 operation on a row's values overflows, and none loses bits to denormals.
-_LEAST_EASY, _MOST_EASY = 1e-30, 1e34
-# A grid that begins this many steps from zero: float32 rounds values by less than 2**-8 steps.
-_FAR = 65536.0
+_compiled = njit(cache=True, nogil=True, error_model="numpy")
+_helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_inlined = njit(
+    nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True
+)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def fraction_bits(bits):
-    """Bits behind the point of a zero of grid 16: the fewer the codes, the finer it matters."""
-    return 4 if bits == 8 else 10 - bits
+@_inlined
+def _extent(row, width, magnitude):
+    """The least and the greatest values by lanes, and the greatest bits without sign, the given included."""
+    low = high = splat(as_float(read32(row)))
+    for block in range(width >> 3):
+        value = load(row + 32 * block)
+        low = smaller(value, low)
+        high = greater(value, high)
+        magnitude = greater_int(magnitude_bits(value), magnitude)
+    if width & 7:
+        value = load_some(row + 4 * (width & ~7), width & 7, low)
+        low = smaller(value, low)
+        high = greater(value, high)
+        magnitude = greater_int(magnitude_bits(value), magnitude)
+    return low, high, magnitude
 
 
-@njit(cache=True, nogil=True)
-def _extent(ints, width):
-    """The least and greatest of some floats, given and returned as int32 that are ordered as they are."""
-    low = np.int32(0x7FFFFFFF)
-    high = np.int32(-0x80000000)
-    for j in range(width):
-        value = np.int32(ints[j] ^ ((ints[j] >> 31) & 0x7FFFFFFF))
-        low = min(low, value)
-        high = max(high, value)
-    return low, high
+@_helper
+def _extents(source, stride, last, width, found):
+    """The least and the greatest values of eight rows; of a row that is not finite, infinity.
 
-
-@njit(cache=True, nogil=True, inline="always")
-def _pack(codes, out, count, bits):
-    """Put the lowest bits of ``count`` codes side by side, the first into the lowest bits of a byte.
-
-    ``codes`` has zeros up to the next multiple of eight.
+    From ``last`` on, that row is taken for all that follow. ``found`` is a place for eight floats.
     """
+    none = splat_int(np.int32(0))
+    low0, high0, magnitude = _extent(source, width, none)
+    low1, high1, magnitude = _extent(source + min(1, last) * stride, width, magnitude)
+    low2, high2, magnitude = _extent(source + min(2, last) * stride, width, magnitude)
+    low3, high3, magnitude = _extent(source + min(3, last) * stride, width, magnitude)
+    low4, high4, magnitude = _extent(source + min(4, last) * stride, width, magnitude)
+    low5, high5, magnitude = _extent(source + min(5, last) * stride, width, magnitude)
+    low6, high6, magnitude = _extent(source + min(6, last) * stride, width, magnitude)
+    low7, high7, magnitude = _extent(source + min(7, last) * stride, width, magnitude)
+    lows = lowest_each(low0, low1, low2, low3, low4, low5, low6, low7)
+    highs = highest_each(high0, high1, high2, high3, high4, high5, high6, high7)
+    if highest_int(magnitude) < 0x7F800000:
+        return lows, highs
+    infinite = carray(_pointer(found), 8, np.float32)  # comparisons pass a NaN by: which row has one?
+    for lane in range(8):
+        magnitude = _extent(source + min(lane, last) * stride, width, none)[2]
+        infinite[lane] = np.inf if highest_int(magnitude) >= 0x7F800000 else -np.inf
+    return lows, greater(load(found), highs)
+
+
+@_inlined
+def _packed(word, bits):
+    """The lowest bits of a word's eight bytes side by side."""
     if bits == 8:
-        for j in range(count):
-            out[j] = codes[j]
-        return
-    size = (count * bits + 7) >> 3
+        return word
     shift = np.uint64(8 - bits)
     pairs = np.uint64((1 << 2 * bits) - 1) * np.uint64(0x0001000100010001)
     fours = np.uint64((1 << 4 * bits) - 1) * np.uint64(0x0000000100000001)
-    for block in range((count + 7) >> 3):
-        word = np.uint64(0)
-        for j in range(8):
-            word |= np.uint64(codes[8 * block + j]) << np.uint64(8 * j)
-        word = (word | word >> shift) & pairs
-        word = (word | word >> (shift + shift)) & fours
-        word |= word >> (np.uint64(4) * shift)
-        for j in range(min(bits, size - bits * block)):
-            out[bits * block + j] = np.uint8(word >> np.uint64(8 * j) & np.uint64(255))
+    word = (word | word >> shift) & pairs
+    word = (word | word >> (shift + shift)) & fours
+    return word | word >> (np.uint64(4) * shift)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _unpack(packed, codes, count, bits):
-    """Undo ``_pack``; writes to ``codes`` up to the next multiple of eight."""
-    size = (count * bits + 7) >> 3
-    shift = np.uint64(8 - bits)
-    ones = np.uint64((1 << bits) - 1) * np.uint64(0x0101010101010101)
-    pairs = np.uint64((1 << 2 * bits) - 1) * np.uint64(0x0001000100010001)
-    fours = np.uint64((1 << 4 * bits) - 1) * np.uint64(0x0000000100000001)
-    for block in range((count + 7) >> 3):
-        word = np.uint64(0)
-        for j in range(min(bits, size - bits * block)):
-            word |= np.uint64(packed[bits * block + j]) << np.uint64(8 * j)
-        word = (word | word << (np.uint64(4) * shift)) & fours
-        word = (word | word << (shift + shift)) & pairs
-        word = (word | word << shift) & ones
-        for j in range(8):
-            codes[8 * block + j] = np.uint8(word >> np.uint64(8 * j) & np.uint64(255))
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _mark_raw(out, size, grid):
-    """Make a stored row one that says that it is elsewhere: a scale that is no number, then zeros."""
+@_inlined
+def _write_some(out, word, size):
+    """The lowest ``size`` bytes of a word."""
     for j in range(size):
-        out[j] = 0
-    if grid == 16:
-        out[0] = RAW_16 & 255
-        out[1] = RAW_16 >> 8
-    else:
-        out[2] = 0xC0
-        out[3] = 0x7F
+        write8(out + j, word >> np.uint64(8 * j))
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _put16(out, at, value):
-    out[at] = np.uint8(value & 255)
-    out[at + 1] = np.uint8(value >> 8 & 255)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _put32(out, at, value):
-    for j in range(4):
-        out[at + j] = np.uint8(value >> 8 * j & 255)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _loss(t, width, low, scale, levels):
-    """Sum of the squared errors of quantizing ``t`` on a grid."""
-    inverse = np.float32(1) / scale
-    top = np.float32(levels)
-    zero, half = np.float32(0), np.float32(0.5)
-    a = b = c = d = zero
-    for j in range(0, width, 4):  # t is padded with zeros that are given a weight of none below
-        u = (t[j] - low) * inverse
-        e = u - min(max(np.floor(u + half), zero), top)
-        a += e * e
-        if j + 1 < width:
-            u = (t[j + 1] - low) * inverse
-            e = u - min(max(np.floor(u + half), zero), top)
-            b += e * e
-        if j + 2 < width:
-            u = (t[j + 2] - low) * inverse
-            e = u - min(max(np.floor(u + half), zero), top)
-            c += e * e
-        if j + 3 < width:
-            u = (t[j + 3] - low) * inverse
-            e = u - min(max(np.floor(u + half), zero), top)
-            d += e * e
-    return ((a + b) + (c + d)) * scale * scale
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _allowed(low, scale, levels):
-    """Is no value of 0 to 1 further from this grid than a step of the grid from 0 to 1?"""
-    step = 0.999 / levels
-    return low <= step and 1 - (low + scale * levels) <= step and scale <= 1.9 * step
-
-
-@njit(cache=True, nogil=True)
-def _search(t, width, levels, bins, moves):
-    """The best grid for values from 0 to 1: its low end and its step.
-
-    The walk of Check-N-Run (section 4.2.3): from the whole range on, the end whose move by 1/bins costs
-    less moves, ``moves`` times; the best grid on the way counts, the first included. Then least squares:
-    the grid that fits the codes best, new codes for it, as long as that helps.
-    """
-    start = np.float32(1.0 / levels)
-    best_low, best_scale = np.float32(0), start
-    best = _loss(t, width, best_low, best_scale, levels)
-    from_low = from_high = 0
-    for _ in range(moves):
-        scale = np.float32((bins - from_low - from_high - 1) / (bins * levels))
-        low = np.float32(from_low / bins)
-        higher_low = np.float32((from_low + 1) / bins)
-        if scale <= 0:
-            break
-        with_low = _loss(t, width, higher_low, scale, levels)
-        with_high = _loss(t, width, low, scale, levels)
-        if with_low < with_high:
-            from_low += 1
-            low = higher_low
+@_inlined
+def _write_packed(row, out, width, bits, zero, inverse):
+    """The codes of easy values, packed."""
+    none = splat(np.float32(0))
+    top = splat(np.float32((1 << bits) - 1))
+    zeros = splat(zero)
+    inverses = splat(inverse)
+    for block in range(width >> 3):
+        u = (load(row + 32 * block) - zeros) * inverses
+        word = to_bytes(nearest(smaller(greater(u, none), top)))
+        if bits == 8:
+            write64(out + 8 * block, word)
+        elif bits == 4:
+            write32(out + 4 * block, _packed(word, bits))
+        elif bits == 2:
+            write16(out + 2 * block, _packed(word, bits))
         else:
-            from_high += 1
-        loss = min(with_low, with_high)
-        if loss < best and _allowed(low, scale, levels):
-            best, best_low, best_scale = loss, low, scale
-    for _ in range(_REFINEMENTS):
-        low, scale = _least_squares(t, width, best_low, best_scale, levels)
-        if not (scale > 0 and _allowed(low, scale, levels)):
-            break
-        loss = _loss(t, width, low, scale, levels)
-        if not loss < best:
-            break
-        best, best_low, best_scale = loss, low, scale
-    return best_low, best_scale
+            word = _packed(word, bits)
+            write16(out + 3 * block, word)
+            write8(out + 3 * block + 2, word >> np.uint64(16))
+    left = width & 7
+    if left:
+        u = (load_some(row + 4 * (width & ~7), left, zeros) - zeros) * inverses
+        word = to_bytes(nearest(smaller(greater(u, none), top)))
+        _write_some(out + (width >> 3) * bits, _packed(word, bits), (left * bits + 7) >> 3)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _least_squares(t, width, low, scale, levels):
-    """The grid that fits the codes best that a grid gives; a step of 0 if they are all the same."""
-    inverse = np.float32(1) / scale
-    codes = squares = 0
-    sum_t = sum_product = 0.0
-    for j in range(width):
-        code = min(max(int(np.floor((t[j] - low) * inverse + np.float32(0.5))), 0), levels)
-        codes += code
-        squares += code * code
-        sum_t += t[j]
-        sum_product += t[j] * np.float64(code)
-    variance = width * squares - codes * codes
-    if variance <= 0:
-        return np.float32(0), np.float32(0)
-    slope = (width * sum_product - codes * sum_t) / variance
-    return np.float32((sum_t - slope * codes) / width), np.float32(slope)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _codes(row, width, zero, scale, levels, codes):
-    """Codes of values on a grid as it is stored."""
-    inverse = 1.0 / scale
-    for j in range(width):
-        u = np.floor((np.float64(row[j]) - zero) * inverse + 0.5)
-        codes[j] = np.uint8(min(max(u, 0.0), np.float64(levels)))
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _squared_error(row, width, zero, scale, codes):
-    total = 0.0
-    for j in range(width):
-        error = np.float64(row[j]) - (zero + scale * np.float64(codes[j]))
-        total += error * error
-    return total
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _worst_error(row, width, decoded):
-    worst = 0.0
-    for j in range(width):
-        worst = max(worst, abs(np.float64(row[j]) - np.float64(decoded[j])))
-    return worst
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _stored_scale(scale, grid, one):
-    """Round a scale to what is stored: its bits, and the number that they are read as."""
-    words = one.view(np.uint32)
-    one[0] = np.float32(scale)
-    bits = np.int64(words[0])
-    if grid == 16:
-        bits = min((bits + 0x4000) >> 15, np.int64(NO_SCALE_16 - 1))
-        words[0] = np.uint32(bits << 15)
-    return bits, np.float64(one[0])
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _stored_zero(zero, scale, grid, bits, one):
-    """The same for a zero on a stored scale; and False if it lies too many steps from zero."""
+@_inlined
+def _stored_scales(scales, grid):
+    """Scales as they are stored, of easy rows."""
     if grid == 32:
-        one[0] = np.float32(zero)
-        return np.int64(one.view(np.uint32)[0]), np.float64(one[0]), True
-    unit = np.float64(1 << fraction_bits(bits))
-    steps = np.floor(zero / scale * unit + 0.5)
-    if not -32768.0 <= steps <= 32767.0:
-        return 0, 0.0, False
-    return np.int64(steps) & 0xFFFF, steps / unit * scale, True
+        return scales
+    return from_bits((bits_of(scales) + splat_int(np.int32(0x4000))) & splat_int(np.int32(-0x8000)))
 
 
-@njit(cache=True, nogil=True)
+@_inlined
+def _zeros_in_parts(zeros, scales, bits):
+    """Zeros of grid 16 as they are stored, but not yet cut to 16 bits."""
+    limit = splat(np.float32(40000))
+    parts = nearest(zeros / scales * splat(np.float32(1 << fraction_bits(bits))))
+    return smaller(greater(parts, splat(np.float32(0)) - limit), limit)
+
+
+@_inlined
+def _zeros_of_parts(parts, scales, bits):
+    return parts * splat(np.float32(1.0 / (1 << fraction_bits(bits)))) * scales
+
+
+@_inlined
+def _plain_grids(lows, highs, grid, bits):
+    """Zeros, their stored parts and scales for the whole extents of eight rows."""
+    levels = splat(np.float32((1 << bits) - 1))
+    extents = highs - lows
+    scales = _stored_scales(extents / levels, grid)
+    if grid == 32:
+        return lows, lows, scales
+    # What the scale's rounding leaves uncovered is shared by both ends.
+    spare = (extents - levels * scales) * splat(np.float32(0.5))
+    parts = _zeros_in_parts(lows + spare, scales, bits)
+    return _zeros_of_parts(parts, scales, bits), parts, scales
+
+
+@_helper
+def _found_grids(t, width, lows, highs, zeros, parts, scales, found, grid, bits):
+    """The grids that a search found, as they are stored; where they are worse than the plain ones, these."""
+    levels = (1 << bits) - 1
+    top = splat(np.float32(levels))
+    extents = highs - lows
+    t_low, t_scale, mean_code, mean_t = found
+    new_scales = _stored_scales(t_scale * extents, grid)
+    t_scale = new_scales / extents
+    new_parts = lows
+    if grid == 32:
+        new_zeros = lows + t_low * extents
+    else:
+        # Once the scale is rounded, the zero is fitted anew to the codes: so that costs next to nothing.
+        half = splat(np.float32(0.5))
+        t_low = half + mean_t - t_scale * (mean_code + top * half)
+        new_parts = _zeros_in_parts(lows + t_low * extents, new_scales, bits)
+        new_zeros = _zeros_of_parts(new_parts, new_scales, bits)
+    t_low = (new_zeros - lows) / extents
+    plain = losses(t, width, (zeros - lows) / extents, scales / extents, top)
+    loss = only_allowed(losses(t, width, t_low, t_scale, top), t_low, t_scale, levels)
+    return (
+        where_less(loss, plain, new_zeros, zeros),
+        where_less(loss, plain, new_parts, parts),
+        where_less(loss, plain, new_scales, scales),
+    )
+
+
+@_inlined
+def _easy(lows, highs, parts, scales, grid):
+    """1 in the lanes of easy rows, else 0."""
+    yes, no = splat(np.float32(1)), splat(np.float32(0))
+    magnitudes = greater(highs, no - lows)
+    easy = where_less(magnitudes, splat(np.float32(MOST_EASY)), yes, no)
+    easy = where_less(splat(np.float32(LEAST_EASY)), scales, easy, no)
+    if grid == 32:
+        return where_less(magnitudes, scales * splat(np.float32(FAR)), easy, no)
+    easy = where_less(splat(np.float32(-32768.5)), parts, easy, no)
+    return where_less(parts, splat(np.float32(32767.5)), easy, no)
+
+
+@_compiled
 def encode_uniform(source, source_stride, stored, stride, rows, width, bits, grid, method, bins, moves, raw):
     """Quantize rows of float32; sets raw[i] where row i cannot be represented and must be kept as it is."""
     levels = (1 << bits) - 1
     header = grid >> 2
-    size = header + ((width * bits + 7) >> 3)
-    codes = np.zeros((width + 7) & ~7, np.uint8)
-    others = np.zeros((width + 7) & ~7, np.uint8)
-    t = np.zeros(width, np.float32)
-    one = np.zeros(1, np.float32)
-    for i in range(rows):
-        row = carray(_pointer(source + i * source_stride), width, np.float32)
-        ints = carray(_pointer(source + i * source_stride), width, np.int32)
-        out = carray(_pointer(stored + i * stride), size, np.uint8)
-        first, last = _extent(ints, width)
-        raw[i] = True
-        if last >= 0x7F800000 or first <= ~0x7F800000:
-            _mark_raw(out, size, grid)
-            continue
-        words = one.view(np.int32)
-        words[0] = first ^ ((first >> 31) & 0x7FFFFFFF)
-        low = np.float64(one[0])
-        words[0] = last ^ ((last >> 31) & 0x7FFFFFFF)
-        high = np.float64(one[0])
-        if low == high:
-            raw[i] = not _put_constant(out, size, grid, one)
-            continue
+    grids = np.zeros((8, 8), np.float32)  # of eight rows: low, high, easy, zero, scale, inverse, search's two
+    headers = np.zeros(8, np.uint32)
+    at_grids, at_headers = grids.ctypes.data, headers.ctypes.data
+    t = np.zeros((width if method == ADAPTIVE else 0, 8), np.float32)
+    for first in range(0, rows, 8):
+        block = source + first * source_stride
+        lows, highs = _extents(block, source_stride, rows - first - 1, width, at_grids + 64)
+        store(at_grids, lows)
+        store(at_grids + 32, highs)
         if method == SYMMETRIC:
-            high = max(-low, high)
-            low = -high
-        step = (high - low) / levels
-        scale_bits, scale = _stored_scale(step, grid, one)
-        fits = scale > 0
-        zero_bits, zero = 0, 0.0
-        if fits:
-            # What the scale's rounding leaves uncovered is shared by both ends.
-            spare = 0.5 * (high - low - levels * scale) if grid == 16 else 0.0
-            zero_bits, zero, fits = _stored_zero(low + spare, scale, grid, bits, one)
-        if not fits:
-            _mark_raw(out, size, grid)
-            continue
-        _codes(row, width, zero, scale, levels, codes)
+            highs = greater(highs, splat(np.float32(0)) - lows)
+            lows = splat(np.float32(0)) - highs
+        zeros, parts, scales = _plain_grids(lows, highs, grid, bits)
         if method == ADAPTIVE:
-            inverse = 1.0 / (high - low)
-            for j in range(width):
-                t[j] = np.float32((np.float64(row[j]) - low) * inverse)
-            t_low, t_scale = _search(t, width, levels, bins, moves)
-            t_scale_bits, t_zero_bits, t_zero, t_scale = _fit(
-                row, width, low, high, t_low, t_scale, levels, bits, grid, others, one
+            _normalize(block, source_stride, min(8, rows - first), width, grids, t)
+            found = search(t.ctypes.data, width, levels, bins, moves)
+            store(at_grids + 192, found[0])
+            store(at_grids + 224, found[1])
+            zeros, parts, scales = _found_grids(
+                t.ctypes.data, width, lows, highs, zeros, parts, scales, found, grid, bits
             )
-            if t_scale > 0 and _squared_error(row, width, t_zero, t_scale, others) < _squared_error(
-                row, width, zero, scale, codes
-            ):
-                scale_bits, zero_bits, zero, scale = t_scale_bits, t_zero_bits, t_zero, t_scale
-                codes, others = others, codes
+        easy = _easy(lows, highs, parts, scales, grid)
+        easy = where_less(load(at_grids), load(at_grids + 32), easy, splat(np.float32(0)))
+        store(at_grids + 64, easy)
+        store(at_grids + 96, zeros)
+        store(at_grids + 128, scales)
+        store(at_grids + 160, splat(np.float32(1)) / scales)
         if grid == 16:
-            _put16(out, 0, scale_bits)
-            _put16(out, 2, zero_bits)
-        else:
-            _put32(out, 0, scale_bits)
-            _put32(out, 4, zero_bits)
-        _pack(codes, out[header:], width, bits)
-        far = grid == 32 and max(abs(low), abs(high)) > _FAR * scale
-        if scale < _LEAST_EASY or scale > _MOST_EASY or far:
-            _decode_row(out, t, others, width, bits, grid)
-            if not _worst_error(row, width, t) <= step:
-                _mark_raw(out, size, grid)
+            whole = to_ints(where_less(splat(np.float32(0)), easy, parts, easy))
+            scale_bits = bits_of(scales) >> splat_int(np.int32(15))
+            store(at_headers, (whole << splat_int(np.int32(16))) | scale_bits)
+        for lane in range(min(8, rows - first)):
+            row = block + lane * source_stride
+            out = stored + (first + lane) * stride
+            raw[first + lane] = False
+            if grids[2, lane] == 0:
+                raw[first + lane] = not _encode_hard(row, out, width, bits, grid, method, grids, lane)
                 continue
-        raw[i] = False
+            if grid == 16:
+                write32(out, np.uint64(headers[lane]))
+            else:
+                write32(out, as_bits(grids[4, lane]))
+                write32(out + 4, as_bits(grids[3, lane]))
+            _write_packed(row, out + header, width, bits, grids[3, lane], grids[5, lane])
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _put_constant(out, size, grid, one):
-    """Store a row of equal values, exactly; False if there is no room for it."""
-    bits = np.int64(one.view(np.uint32)[0])
+@_helper
+def _normalize(block, stride, count, width, grids, t):
+    """Eight rows' values as parts of their ranges; 0 where that is none."""
+    for lane in range(count):
+        values = carray(_pointer(block + lane * stride), width, np.float32)
+        low, high = np.float64(grids[0, lane]), np.float64(grids[1, lane])
+        if -MOST_EASY < low < high < MOST_EASY:
+            start, inverse = grids[0, lane], np.float32(1.0 / (high - low))
+            for j in range(width):
+                t[j, lane] = (values[j] - start) * inverse
+        else:
+            inverse = 1.0 / (high - low) if low < high <= LARGEST else 0.0
+            for j in range(width):
+                t[j, lane] = np.float32((np.float64(values[j]) - low) * inverse) if inverse > 0 else 0.0
+
+
+@_helper
+def _mark_raw(out, size, grid):
+    """Make a stored row one that says that it is elsewhere: a scale that is no number, then zeros."""
+    _write_some(out, np.uint64(RAW_16 if grid == 16 else RAW_32), 4)
+    for j in range(4, size):
+        _write_some(out + j, np.uint64(0), 1)
+    return False
+
+
+@_helper
+def _write_constant(out, size, grid, value):
+    """Store a row of equal values, exactly; False, and raw, if there is no room for it."""
     for j in range(size):
-        out[j] = 0
-    if one[0] == 0:
+        _write_some(out + j, np.uint64(0), 1)
+    if value == 0:
         return True
     if grid == 32:
-        _put32(out, 4, bits)
+        write32(out + 4, as_bits(value))
     elif size >= 6:
-        _put16(out, 0, CONSTANT_16)
-        _put32(out, 2, bits)
+        write16(out, np.uint64(CONSTANT_16))
+        write32(out + 2, as_bits(value))
     else:
-        _mark_raw(out, size, grid)
-        return False
+        return _mark_raw(out, size, grid)
     return True
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _fit(row, width, low, high, t_low, t_scale, levels, bits, grid, codes, one):
-    """A grid that was found, as it can be stored (its bits and numbers), and the codes for it.
-
-    Once the scale is rounded, the zero is fitted anew to the codes: so rounding costs next to nothing. A
-    scale of -1: it cannot be stored.
-    """
-    extent = high - low
-    scale_bits, scale = _stored_scale(t_scale * extent, grid, one)
-    zero = low + t_low * extent
-    zero_bits = np.int64(0)
-    fits = scale > 0
-    if fits and grid == 16:
-        _codes(row, width, zero, scale, levels, codes)
-        zero = 0.0
-        for j in range(width):
-            zero += np.float64(row[j]) - scale * np.float64(codes[j])
-        zero /= width
-    if fits:
-        zero_bits, zero, fits = _stored_zero(zero, scale, grid, bits, one)
-    if not fits or not _allowed((zero - low) / extent, scale / extent, levels):
-        return 0, 0, 0.0, -1.0
-    _codes(row, width, zero, scale, levels, codes)
-    return scale_bits, zero_bits, zero, scale
+@_helper
+def _stored_grid(zero, scale, grid, bits):
+    """Any grid as it is stored: scale and zero in bits and as they are read. A scale of 0: it is none."""
+    scale_bits = as_bits(np.float32(scale))
+    if grid == 32:
+        zero_bits = as_bits(np.float32(zero))
+        return scale_bits, zero_bits, np.float64(as_float(scale_bits)), np.float64(as_float(zero_bits))
+    scale_bits = min((scale_bits + np.uint64(0x4000)) >> np.uint64(15), np.uint64(NO_SCALE_16 - 1))
+    scale = np.float64(as_float(scale_bits << np.uint64(15)))
+    unit = np.float64(1 << fraction_bits(bits))
+    parts = np.floor(zero / scale * unit + 0.5) if scale > 0 else 0.0
+    if not -32768.0 <= parts <= 32767.0:
+        return np.uint64(0), np.uint64(0), 0.0, 0.0
+    return scale_bits, np.uint64(np.int64(parts) & 0xFFFF), scale, parts / unit * scale
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _decode_row(stored, out, codes, width, bits, grid):
-    """One stored row to floats; False, and nothing written, if it is raw. Always finite otherwise."""
+@_helper
+def _write_hard(row, out, width, bits, grid, zero, scale, step):
+    """Write a row on a grid in float64; False if that is none, or puts a value a step or more off."""
+    levels = (1 << bits) - 1
     header = grid >> 2
-    one = np.zeros(1, np.float32)
-    words = one.view(np.uint32)
-    largest = np.float32(_LARGEST)
-    if grid == 16:
-        scale_bits = np.uint32(stored[0]) | np.uint32(stored[1]) << np.uint32(8)
-        if scale_bits >= NO_SCALE_16:
-            if scale_bits != CONSTANT_16 or stored.shape[0] < 6:
-                return False
-            words[0] = (
-                np.uint32(stored[2])
-                | np.uint32(stored[3]) << np.uint32(8)
-                | np.uint32(stored[4]) << np.uint32(16)
-                | np.uint32(stored[5]) << np.uint32(24)
-            )
-            if not np.isfinite(one[0]):
-                return False
-            for j in range(width):
-                out[j] = one[0]
-            return True
-        words[0] = np.uint32(scale_bits << np.uint32(15))
-        scale = one[0]
-        steps = np.int16(np.uint16(stored[2]) | np.uint16(stored[3]) << np.uint16(8))
-        zero = np.float32(steps) / np.float32(1 << fraction_bits(bits))
-        _unpack(stored[header:], codes, width, bits)
-        for j in range(width):
-            out[j] = scale * (np.float32(codes[j]) + zero)
-        if scale > _MOST_EASY:
-            for j in range(width):
-                out[j] = min(max(out[j], -largest), largest)
-        return True
-    words[0] = (
-        np.uint32(stored[0])
-        | np.uint32(stored[1]) << np.uint32(8)
-        | np.uint32(stored[2]) << np.uint32(16)
-        | np.uint32(stored[3]) << np.uint32(24)
-    )
-    scale = one[0]
-    words[0] = (
-        np.uint32(stored[4])
-        | np.uint32(stored[5]) << np.uint32(8)
-        | np.uint32(stored[6]) << np.uint32(16)
-        | np.uint32(stored[7]) << np.uint32(24)
-    )
-    zero = one[0]
-    if not (np.isfinite(scale) and np.isfinite(zero)):
+    scale_bits, zero_bits, scale, zero = _stored_grid(zero, scale, grid, bits)
+    if not scale > 0:
         return False
-    _unpack(stored[header:], codes, width, bits)
+    _write_some(out, scale_bits, header >> 1)
+    _write_some(out + (header >> 1), zero_bits, header >> 1)
+    values = carray(_pointer(row), width, np.float32)
+    for start in range(0, width, 8):
+        word = np.uint64(0)
+        count = min(8, width - start)
+        for j in range(count):
+            u = np.floor((np.float64(values[start + j]) - zero) / scale + 0.5)
+            word |= np.uint64(min(max(u, 0.0), np.float64(levels))) << np.uint64(8 * j)
+        _write_some(out + header + (start >> 3) * bits, _packed(word, bits), (count * bits + 7) >> 3)
+    decoded = np.zeros(width, np.float32)
+    decode_uniform(out, 0, decoded.ctypes.data, 0, 1, width, bits, grid)
+    worst = 0.0
     for j in range(width):
-        # In float64: the product is exact, and only the sum is rounded.
-        value = np.float64(zero) + np.float64(scale) * np.float64(codes[j])
-        out[j] = np.float32(min(max(value, -_LARGEST), _LARGEST))
-    return True
+        worst = max(worst, abs(np.float64(values[j]) - np.float64(decoded[j])))
+    return worst <= step
 
 
-@njit(cache=True, nogil=True)
-def decode_uniform(stored, stride, target, target_stride, rows, width, bits, grid):
-    """Stored rows to rows of float32; rows that are raw are left as they are."""
+@_helper
+def _encode_hard(row, out, width, bits, grid, method, grids, lane):
+    """A row that is not easy; False, and the mark in its place, if it must be kept as it is."""
+    levels = (1 << bits) - 1
     size = (grid >> 2) + ((width * bits + 7) >> 3)
-    codes = np.zeros((width + 7) & ~7, np.uint8)
-    for i in range(rows):
-        row = carray(_pointer(stored + i * stride), size, np.uint8)
-        out = carray(_pointer(target + i * target_stride), width, np.float32)
-        _decode_row(row, out, codes, width, bits, grid)
-
-
-@njit(cache=True, nogil=True)
-def decode_uniform_into(addresses, firsts, width, ids, stored, stride, bits, grid, positions):
-    """Decode stored row p to row ids[p] of tables that are numbered through, for each p of ``positions``.
-
-    Table t begins at memory address addresses[t] and has rows firsts[t] to firsts[t + 1] - 1 of the
-    numbering, of ``width`` float32 each. ids ascend and lie within the numbering: the caller's duty.
-    Without positions: every row. Rows that are raw are left as they are.
-    """
-    size = (grid >> 2) + ((width * bits + 7) >> 3)
-    codes = np.zeros((width + 7) & ~7, np.uint8)
-    some = positions.shape[0] > 0
-    count = positions.shape[0] if some else ids.shape[0]
-    table = ahead = 0
-    for i in range(count):
-        p = positions[i] if some else i
-        if i + _AHEAD < count:  # rows lie anywhere: ask for the one that comes in a while
-            coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
-            while coming >= firsts[ahead + 1]:
-                ahead += 1
-            _prefetch(addresses[ahead] + (coming - firsts[ahead]) * (4 * width))
-        while ids[p] >= firsts[table + 1]:
-            table += 1
-        row = carray(_pointer(stored + p * stride), size, np.uint8)
-        out = carray(_pointer(addresses[table] + (ids[p] - firsts[table]) * (4 * width)), width, np.float32)
-        _decode_row(row, out, codes, width, bits, grid)
-
-
-@njit(cache=True, nogil=True)
-def find_raw(stored, stride, rows, size, grid, raw):
-    """raw[i] = row i says that it is stored elsewhere, or has a grid that is none."""
-    for i in range(rows):
-        row = carray(_pointer(stored + i * stride), size, np.uint8)
-        if grid == 16:
-            scale = np.int64(row[0]) | np.int64(row[1]) << 8
-            constant = scale == CONSTANT_16 and size >= 6
-            if constant:  # of a number
-                constant = ((np.int64(row[4]) | np.int64(row[5]) << 8) & 0x7F80) != 0x7F80
-            raw[i] = scale >= NO_SCALE_16 and not constant
-        else:
-            scale = np.int64(row[2]) | np.int64(row[3]) << 8
-            zero = np.int64(row[6]) | np.int64(row[7]) << 8
-            raw[i] = (scale & 0x7F80) == 0x7F80 or (zero & 0x7F80) == 0x7F80
+    low, high = np.float64(grids[0, lane]), np.float64(grids[1, lane])
+    if not (low >= -LARGEST and high <= LARGEST):
+        return _mark_raw(out, size, grid)
+    if low == high:
+        return _write_constant(out, size, grid, grids[0, lane])
+    if method == SYMMETRIC:
+        high = max(-low, high)
+        low = -high
+    extent = high - low
+    step = extent / levels
+    if method == ADAPTIVE:
+        zero = low + extent * np.float64(grids[6, lane])
+        scale = extent * np.float64(grids[7, lane])
+        if _write_hard(row, out, width, bits, grid, zero, scale, step):
+            return True
+    scale = np.float64(_stored_grid(0.0, step, grid, bits)[2])
+    zero = low + (0.5 * (extent - levels * scale) if grid == 16 else 0.0)
+    if _write_hard(row, out, width, bits, grid, zero, step, step):
+        return True
+    return _mark_raw(out, size, grid)
