@@ -1,0 +1,207 @@
+"""The hot loops that turn stored rows of uniform quantization back into floats; see ``quantize``.
+
+A stored row, all little-endian:
+
+    grid 16   u16 scale: bits 30 to 15 of the float32; i16 zero, in steps of 2**-fraction; codes
+    grid 32   f32 scale; f32 zero; codes
+
+    value     grid 16: scale * (code + zero / 2**fraction)      grid 32: zero + scale * code
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit  # type: ignore[attr-defined]
+
+from holdfast.kernels.lanes import (
+    as_float,
+    from_bytes,
+    greater,
+    read8,
+    read16,
+    read32,
+    read64,
+    smaller,
+    splat,
+    store,
+    store_some,
+)
+from holdfast.kernels.rows import _pointer, _prefetch
+
+RAW_16 = 0xFFFF
+"""A scale of grid 16 that says: this row is stored elsewhere, as it was."""
+CONSTANT_16 = 0xFFFE
+"""A scale of grid 16 that says: all values are the float32 in the four bytes that follow."""
+NO_SCALE_16 = 0xFF00
+"""Scales of grid 16 from here on are no numbers."""
+RAW_32 = 0x7FC00000
+"""A scale of grid 32 that says: this row is stored elsewhere, as it was."""
+
+LARGEST = 3.4028234663852886e38
+LEAST_EASY, MOST_EASY, FAR = 2.0**-90, 2.0**100, 2.0**15
+"""Easy rows: no scale is as small, no magnitude as large, and none lies as many steps from zero."""
+
+_AHEAD = 12
+
+_compiled = njit(cache=True, nogil=True, error_model="numpy")
+_helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_inlined = njit(
+    nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True
+)
+
+
+@_inlined
+def fraction_bits(bits):
+    """Bits behind the point of a zero of grid 16: the fewer the codes, the finer it matters."""
+    return 4 if bits == 8 else 10 - bits
+
+
+@_inlined
+def _unpacked(word, bits):
+    """Undo ``_packed``."""
+    if bits == 8:
+        return word
+    shift = np.uint64(8 - bits)
+    ones = np.uint64((1 << bits) - 1) * np.uint64(0x0101010101010101)
+    pairs = np.uint64((1 << 2 * bits) - 1) * np.uint64(0x0001000100010001)
+    fours = np.uint64((1 << 4 * bits) - 1) * np.uint64(0x0000000100000001)
+    word = (word | word << (np.uint64(4) * shift)) & fours
+    word = (word | word << (shift + shift)) & pairs
+    return (word | word << shift) & ones
+
+
+@_inlined
+def _read_some(stored, size):
+    word = np.uint64(0)
+    for j in range(size):
+        word |= read8(stored + j) << np.uint64(8 * j)
+    return word
+
+
+@_inlined
+def _decode_packed(stored, out, width, bits, grid, scale, zero):
+    """Values of codes in float32."""
+    scales, zeros = splat(scale), splat(zero)
+    limit = splat(np.float32(LARGEST))
+    for block in range((width + 7) >> 3):
+        at = stored + block * bits
+        left = width - 8 * block
+        if left < 8:
+            word = _read_some(at, (left * bits + 7) >> 3)
+        elif bits == 8:
+            word = read64(at)
+        elif bits == 4:
+            word = read32(at)
+        elif bits == 2:
+            word = read16(at)
+        else:
+            word = read16(at) | read8(at + 2) << np.uint64(16)
+        codes = from_bytes(_unpacked(word, bits))
+        if grid == 16:
+            values = (codes + zeros) * scales
+            values = smaller(greater(values, splat(np.float32(0)) - limit), limit)
+        else:
+            values = codes * scales + zeros
+        if left >= 8:
+            store(out + 32 * block, values)
+        else:
+            store_some(out + 32 * block, values, left)
+
+
+@_inlined
+def _decode_codes(stored, out, width, bits, grid, scale, zero):
+    """Values of codes. In float32, where that is enough for every row; else one by one in float64."""
+    easy = np.float32(LEAST_EASY) < scale < np.float32(MOST_EASY) and abs(zero) <= scale * np.float32(2 * FAR)
+    if grid == 32 and not easy:
+        _decode_hard(stored, out, width, bits, scale, zero)
+    else:
+        _decode_packed(stored, out, width, bits, grid, scale, zero)
+
+
+@_helper
+def _decode_hard(stored, out, width, bits, scale, zero):
+    """Values of codes on a grid of 32 bits: the product is exact, only the sum is rounded."""
+    values = carray(_pointer(out), width, np.float32)
+    for j in range(width):
+        at = stored + (j >> 3) * bits
+        word = _read_some(at, min(bits, ((width - (j & ~7)) * bits + 7) >> 3))
+        word = _unpacked(word, bits)
+        code = np.float64(word >> np.uint64(8 * (j & 7)) & np.uint64(255))
+        value = np.float64(zero) + np.float64(scale) * code
+        values[j] = np.float32(min(max(value, -LARGEST), LARGEST))
+
+
+@_inlined
+def _decode_row(stored, out, width, bits, grid):
+    """One stored row to floats, always finite; False, and nothing written, if it is raw."""
+    if grid == 16:
+        word = read32(stored)
+        scale_bits = word & np.uint64(0xFFFF)
+        if scale_bits < np.uint64(NO_SCALE_16):
+            scale = as_float(scale_bits << np.uint64(15))
+            parts = np.int16(word >> np.uint64(16))
+            zero = np.float32(parts) / np.float32(1 << fraction_bits(bits))
+            _decode_codes(stored + 4, out, width, bits, grid, scale, zero)
+            return True
+        if _is_raw(stored, 4 + ((width * bits + 7) >> 3), grid):
+            return False
+        value = as_float(read32(stored + 2))
+        values = carray(_pointer(out), width, np.float32)
+        for j in range(width):
+            values[j] = value
+        return True
+    scale, zero = as_float(read32(stored)), as_float(read32(stored + 4))
+    if not (np.isfinite(scale) and np.isfinite(zero)):
+        return False
+    _decode_codes(stored + 8, out, width, bits, grid, scale, zero)
+    return True
+
+
+@_compiled
+def decode_uniform(stored, stride, target, target_stride, rows, width, bits, grid):
+    """Stored rows to rows of float32; rows that are raw are left as they are."""
+    for i in range(rows):
+        _decode_row(stored + i * stride, target + i * target_stride, width, bits, grid)
+
+
+@_compiled
+def decode_uniform_into(addresses, firsts, width, ids, stored, stride, bits, grid, positions):
+    """Decode stored row p to row ids[p] of tables that are numbered through, for each p of ``positions``.
+
+    Table t begins at memory address addresses[t] and has rows firsts[t] to firsts[t + 1] - 1 of the
+    numbering, of ``width`` float32 each. ids ascend and lie within the numbering: the caller's duty.
+    Without positions: every row. Rows that are raw are left as they are.
+    """
+    some = positions.shape[0] > 0
+    count = positions.shape[0] if some else ids.shape[0]
+    table = ahead = 0
+    for i in range(count):
+        p = positions[i] if some else i
+        if i + _AHEAD < count:  # rows lie anywhere: ask for the one that comes in a while
+            coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
+            while coming >= firsts[ahead + 1]:
+                ahead += 1
+            _prefetch(addresses[ahead] + (coming - firsts[ahead]) * (4 * width))
+        while ids[p] >= firsts[table + 1]:
+            table += 1
+        out = addresses[table] + (ids[p] - firsts[table]) * (4 * width)
+        _decode_row(stored + p * stride, out, width, bits, grid)
+
+
+@_inlined
+def _is_raw(stored, size, grid):
+    """Does a stored row say that it is elsewhere, or have a grid that is none?"""
+    if grid == 32:
+        scale, zero = as_float(read32(stored)), as_float(read32(stored + 4))
+        return not (np.isfinite(scale) and np.isfinite(zero))
+    scale_bits = read16(stored)
+    if scale_bits == np.uint64(CONSTANT_16) and size >= 6:
+        return not np.isfinite(as_float(read32(stored + 2)))
+    return scale_bits >= np.uint64(NO_SCALE_16)
+
+
+@_compiled
+def find_raw(stored, stride, rows, size, grid, raw):
+    """raw[i] = row i says that it is stored elsewhere, or has a grid that is none."""
+    for i in range(rows):
+        raw[i] = _is_raw(stored + i * stride, size, grid)
