@@ -124,8 +124,8 @@ def encode_file(pieces: Sequence[NewPiece], fields_of_group: Sequence[Sequence[F
         for name, field, length in zip(names, fields, piece.lengths, strict=True):
             if length or field is not None:
                 arrays[f"{number}.{name}"] = {
-                    "dtype": field.dtype if field else "U8",
-                    "shape": [piece.rows, field.width] if field else [length],
+                    "dtype": "U8" if field is None or field.codec is not None else field.dtype,
+                    "shape": _shape(piece, field, length),
                     "data_offsets": [begin, begin + length],
                 }
             begin += length
@@ -136,6 +136,12 @@ def encode_file(pieces: Sequence[NewPiece], fields_of_group: Sequence[Sequence[F
     text += b" " * (-len(text) % 8)  # safetensors wants the data aligned
     header = len(text).to_bytes(8, "little") + text
     return Encoded([header, *parts], len(header) + at, len(header), checksum(header), tuple(described))
+
+
+def _shape(piece: Piece, field: Field | None, length: int) -> list[int]:
+    if field is None:
+        return [length]
+    return [piece.rows, field.width if field.codec is None else field.bytes]
 
 
 def _encode_piece(new: NewPiece, offset: int) -> tuple[Piece, list[Any]]:

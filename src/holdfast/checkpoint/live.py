@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.records import Bytes2D, Group, RowIds, Rows
+from holdfast.checkpoint.quantize import RowCodec, from_float32
+from holdfast.checkpoint.records import Bytes2D, Field, Group, RowIds, Rows
 from holdfast.errors import CorruptCheckpoint
 from holdfast.kernels.rows import (
     FROM_BEHIND,
@@ -57,11 +58,11 @@ class LiveTables:
             np.array([[f[i].ctypes.data for f in tables] for i in range(len(g.fields))], np.int64)
             for g, tables in zip(groups, self._live, strict=True)
         ]
-        self._words = [_word(field.bytes for field in g.fields) for g in groups]
+        self._words = [_word(field.live_bytes for field in g.fields) for g in groups]
         for group, tables in zip(groups, self._live, strict=True):
             for table, fields in zip(group.tables, tables, strict=True):
                 for field, live in zip(group.fields, fields, strict=True):
-                    if live.shape != (table.rows, field.bytes) or not live.flags.c_contiguous:
+                    if live.shape != (table.rows, field.live_bytes) or not live.flags.c_contiguous:
                         raise CorruptCheckpoint(
                             f"table {table.name}: {field.name} is not [rows, bytes] of the group"
                         )
@@ -79,13 +80,51 @@ class LiveTables:
                 parts.append(_GatherPart(rows, copies, self._words[group]))
         return Gather(parts)
 
-    def scatter(self, group: int, rows: Rows, positions: NDArray[np.int64] | None = None) -> None:
-        """Write rows of a group to where they belong; with positions, only the rows at those."""
-        if len(rows) and (positions is None or len(positions)):
-            self._check(group, rows.ids)
-            some = _ALL if positions is None else positions
-            for addresses, values in zip(self._addresses[group], rows.fields, strict=True):
-                scatter_rows(addresses, self._firsts[group], rows.ids, _in_words(values), some)
+    def scatter(
+        self,
+        group: int,
+        rows: Rows,
+        positions: NDArray[np.int64] | None = None,
+        codecs: Sequence[RowCodec | None] = (),
+    ) -> None:
+        """Write rows of a group to where they belong; with positions, only the rows at those.
+
+        ``codecs``, of each field, decode on the way; what they mark as raw stays as it is.
+        """
+        if not len(rows) or (positions is not None and not len(positions)):
+            return
+        self._check(group, rows.ids)
+        some = _ALL if positions is None else positions
+        firsts = self._firsts[group]
+        for number, (addresses, values) in enumerate(zip(self._addresses[group], rows.fields, strict=True)):
+            field = self.groups[group].fields[number]
+            codec = codecs[number] if codecs else None
+            if codec is None:
+                scatter_rows(addresses, firsts, rows.ids, _in_words(values), some)
+            elif field.dtype == "F32":
+                codec.decode_into(addresses, firsts, field.width, rows.ids, values, some)
+            else:
+                self._scatter_halves(codec, field, addresses, firsts, rows.ids, values, some)
+
+    def _scatter_halves(
+        self,
+        codec: RowCodec,
+        field: Field,
+        addresses: RowIds,
+        firsts: RowIds,
+        ids: RowIds,
+        values: Bytes2D,
+        positions: RowIds,
+    ) -> None:
+        """Floats of 16 bits, by way of those of 32."""
+        known = ~codec.is_raw(values)
+        if len(positions):
+            known &= np.isin(np.arange(len(ids)), positions)
+        kept = np.flatnonzero(known)
+        if len(kept):
+            decoded = np.empty((len(kept), field.width), np.float32)
+            codec.decode(np.ascontiguousarray(values[kept]), decoded)
+            scatter_rows(addresses, firsts, ids[kept], _in_words(from_float32(decoded, field.dtype)), _ALL)
 
     def _check(self, group: int, ids: RowIds) -> None:
         """Ids become addresses, and they ascend."""

@@ -74,6 +74,8 @@ class Version(Struct, frozen=True):
     """Bytes that were written for it, dense file included."""
     dense: DenseEntry
     metadata: dict[str, Any] = {}
+    restores: int = 0
+    """How often the run that saved it had been restored from a version with quantized rows."""
 
 
 class Era(Struct, frozen=True):
@@ -87,9 +89,13 @@ class Era(Struct, frozen=True):
     def decoded_groups(self) -> tuple[Group, ...]:
         """The groups as values."""
         groups = tuple(Group.from_json(group) for group in self.groups)
-        names = [table.name for group in groups for table in group.tables]
+        names = [table.name for group in groups if group.raw_rows_of is None for table in group.tables]
         if len(set(names)) != len(names):
             raise CorruptCheckpoint(f"a manifest has a table twice: {sorted(names)}")
+        for number, group in enumerate(groups):
+            of = group.raw_rows_of
+            if of is not None and not (0 <= of < number and group.live() == groups[of].live()):
+                raise CorruptCheckpoint(f"a manifest has a group for rows of group {of}, which is not like it")
         return groups
 
     def files_of(self, version: int) -> list[FileEntry]:

@@ -16,16 +16,19 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.records import Bytes2D, RowIds
 from holdfast.errors import ConfigError, CorruptCheckpoint
 from holdfast.kernels import dequantize
 from holdfast.kernels import quantize as kernels
 from holdfast.kernels import quantize_state as state_kernels
 
+Bytes2D: TypeAlias = NDArray[np.uint8]
+RowIds: TypeAlias = NDArray[np.int64]
 Floats2D: TypeAlias = NDArray[np.float32]
 Flags: TypeAlias = NDArray[np.bool_]
 Method = Literal["symmetric", "asymmetric", "adaptive"]
 
+CODED_DTYPES = ("F32", "F16", "BF16")
+"""Types of elements that a codec can store."""
 METHODS: dict[str, int] = {
     "symmetric": kernels.SYMMETRIC,
     "asymmetric": kernels.ASYMMETRIC,

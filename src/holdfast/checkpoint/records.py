@@ -2,7 +2,8 @@
 
 A table has fields (its weights, each optimizer state that has one entry a row); a row's record is its
 fields side by side. Here a field is a C-contiguous uint8 array [rows, bytes]: nothing below knows floats,
-so nothing can be rounded or forgotten.
+so nothing can be rounded or forgotten. Where the policy says so, a codec turns a field's floats into fewer
+bytes on their way to the store (``encoding.py``) and back (``restore.py``); what lies between moves bytes.
 
 Tables whose records look alike form a *group* and share one numbering: row ``i`` of a table is row
 ``table.first + i`` of its group. So a model of hundreds of small tables is saved in a few large pieces.
@@ -10,13 +11,14 @@ Tables whose records look alike form a *group* and share one numbering: row ``i`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.quantize import CODED_DTYPES, Bytes2D, RowCodec, RowIds, codec_from_json
 from holdfast.errors import CorruptCheckpoint
 
 # Bytes of one element, by the names that safetensors gives to types.
@@ -28,22 +30,40 @@ ELEMENT_BYTES = {
 MOST_ROWS = 1 << 48
 """Of a group: no id is as large."""
 
-Bytes2D = NDArray[np.uint8]
-RowIds = NDArray[np.int64]
+WEIGHT = "weight"
+"""The name of the field that holds a table's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One part of a record: ``width`` elements of ``dtype``."""
+    """One part of a record: ``width`` elements of ``dtype``, stored as they are or by a codec."""
 
     name: str
     dtype: str
     width: int
+    codec: RowCodec | None = None
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of a row in memory."""
+        return ELEMENT_BYTES[self.dtype] * self.width
 
     @property
     def bytes(self) -> int:
-        """How many bytes of a record it takes."""
-        return ELEMENT_BYTES[self.dtype] * self.width
+        """Bytes of a stored record that it takes."""
+        return self.live_bytes if self.codec is None else self.codec.stored_bytes(self.width)
+
+    def to_json(self) -> list[Any]:
+        """As the manifest keeps it."""
+        return [self.name, self.dtype, self.width, *([self.codec.to_json()] if self.codec else [])]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Field:
+        """What ``to_json`` gave."""
+        name, dtype, width, *codec = value
+        if len(codec) > 1:
+            raise ValueError("a field has one codec at most")
+        return cls(str(name), str(dtype), int(width), codec_from_json(codec[0]) if codec else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +81,17 @@ class Group:
 
     fields: tuple[Field, ...]
     tables: tuple[Table, ...]
+    raw_rows_of: int | None = None
+    """The number of the group with codecs whose rows are here, raw, where their codec cannot hold them."""
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether a codec stores some field of it."""
+        return any(field.codec is not None for field in self.fields)
+
+    def live(self) -> Group:
+        """The same tables as they are in memory."""
+        return Group(tuple(replace(field, codec=None) for field in self.fields), self.tables)
 
     @property
     def rows(self) -> int:
@@ -74,21 +105,25 @@ class Group:
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest keeps it."""
-        return {
-            "fields": [[f.name, f.dtype, f.width] for f in self.fields],
+        value: dict[str, Any] = {
+            "fields": [f.to_json() for f in self.fields],
             "tables": [[t.name, t.rows] for t in self.tables],
         }
+        return value if self.raw_rows_of is None else value | {"raw_rows_of": self.raw_rows_of}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Group:
         """What ``to_json`` gave; every number is checked before anything is allocated by it."""
         try:
-            fields = tuple(Field(str(n), str(d), int(w)) for n, d, w in value["fields"])
+            fields = tuple(Field.from_json(field) for field in value["fields"])
             sizes = [(str(name), int(rows)) for name, rows in value["tables"]]
+            raw_rows_of = None if value.get("raw_rows_of") is None else int(value["raw_rows_of"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptCheckpoint(f"a manifest has a group of tables that cannot be: {error!r}") from None
         if not fields or any(f.dtype not in ELEMENT_BYTES or not 0 < f.width <= 1 << 20 for f in fields):
             raise CorruptCheckpoint("a manifest names a field that no table can have")
+        if any(f.codec is not None and f.dtype not in CODED_DTYPES for f in fields):
+            raise CorruptCheckpoint("a manifest names a codec for a field that is not of floats")
         tables: list[Table] = []
         first = 0
         for name, rows in sizes:
@@ -96,17 +131,22 @@ class Group:
                 raise CorruptCheckpoint(f"a manifest says that table {name} has {rows} rows")
             tables.append(Table(name, rows, first))
             first += rows
-        return cls(fields, tuple(tables))
+        return cls(fields, tuple(tables), raw_rows_of)
 
 
-def make_groups(tables: Sequence[tuple[str, int, tuple[Field, ...]]]) -> tuple[Group, ...]:
-    """Groups of all tables (name, rows, fields) with equal fields, in order of first appearance."""
-    by_fields: dict[tuple[Field, ...], list[Table]] = {}
+def make_groups(
+    tables: Sequence[tuple[str, int, tuple[Field, ...]]], kind_of: Callable[[str], object] = lambda name: None
+) -> tuple[Group, ...]:
+    """Groups of all tables (name, rows, fields) with equal fields, in order of first appearance.
+
+    Tables of which ``kind_of`` says different things are kept apart.
+    """
+    by_kind: dict[tuple[tuple[Field, ...], object], list[Table]] = {}
     for name, rows, fields in tables:
-        members = by_fields.setdefault(fields, [])
+        members = by_kind.setdefault((fields, kind_of(name)), [])
         first = members[-1].first + members[-1].rows if members else 0
         members.append(Table(name, rows, first))
-    return tuple(Group(fields, tuple(members)) for fields, members in by_fields.items())
+    return tuple(Group(fields, tuple(members)) for (fields, _), members in by_kind.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.dense import TablePlace, map_tree
 from holdfast.checkpoint.live import LiveTables
-from holdfast.checkpoint.records import Field, Group, make_groups
+from holdfast.checkpoint.records import WEIGHT, Field, Group, make_groups
 from holdfast.checkpoint.torch_fit import check_module, check_objects, some
-from holdfast.checkpoint.torch_tables import WEIGHT, LiveTable, RowTensors, find_tables
+from holdfast.checkpoint.torch_tables import LiveTable, RowTensors, find_tables
 from holdfast.checkpoint.torch_values import (
     TORCH_DTYPES,
     copy_random_states,
@@ -50,14 +50,18 @@ class TrainingObjects:
     Args:
         objects: by name, all that have ``state_dict`` and ``load_state_dict``: modules, optimizers,
             schedulers, loaders. A name is part of what is stored: give the same ones when restoring.
+        kind_of: tables for which it says different things are not put into one group.
 
     Attributes:
         tables: every table of the modules, by name.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(
+        self, objects: Mapping[str, Any], kind_of: Callable[[str], object] = lambda table: None
+    ) -> None:
         check_objects(objects)
         self.objects = dict(objects)
+        self._kind_of = kind_of
         self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
         self._optimizers = {n: o for n, o in objects.items() if isinstance(o, Optimizer)}
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
@@ -82,7 +86,8 @@ class TrainingObjects:
         """All tables in groups, to copy rows from; the same object until some tensor is replaced."""
         layout = self.layout()
         if self._live_tables is None:
-            self._live_tables = LiveTables(make_groups(layout), lambda table: self._known[table].views)
+            self._live_tables = LiveTables(
+                make_groups(layout, self._kind_of), lambda table: self._known[table].views)
         return self._live_tables
 
     def fields(self, table: str) -> tuple[NDArray[np.uint8], ...]:

@@ -12,13 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.records import Field
+from holdfast.checkpoint.records import WEIGHT, Field
 from holdfast.checkpoint.torch_values import row_bytes, row_field, why_no_rows
 from holdfast.errors import ConfigError
-
-WEIGHT = "weight"
-"""The name of the field that holds a table's weights."""
-
 
 @dataclass(frozen=True, slots=True)
 class LiveTable:
