@@ -63,8 +63,8 @@ class Chunked:
     """
 
     layout: Literal["rounds", "2d"] = "rounds"
-    round_versions: int = 8
-    dead_fraction: float = 0.25
+    round_versions: int = 4
+    dead_fraction: float = 0.15
     threshold: float = 0.02
     reset: Literal["auto", "never"] = "auto"
 

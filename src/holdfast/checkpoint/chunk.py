@@ -16,6 +16,7 @@ vouched for from above before it is used.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -251,8 +252,8 @@ def check_piece(piece: Piece, data: NDArray[np.uint8], where: str) -> None:
 
 def decode_index(piece: Piece, data: NDArray[np.uint8], where: str) -> Index:
     """Which rows a piece holds, from the first ``index_length`` of its bytes, already checked."""
-    ends = np.cumsum(piece.lengths[:3])
-    ids, born, died = (data[end - length : end] for end, length in zip(ends, piece.lengths, strict=False))
+    first, second, third = itertools.accumulate(piece.lengths[:3])
+    ids, born, died = data[:first], data[first:second], data[second:third]
     return Index(
         ids=decode_ids(piece.ids, ids, piece.rows, piece.first_id, piece.last_id, where),
         born=_decode_versions(born, piece.rows, piece.first_born, where),

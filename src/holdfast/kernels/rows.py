@@ -106,7 +106,7 @@ def marked_rows(bits, out, clear):
     return found, bits.shape[0]
 
 
-_AHEAD = 16
+_AHEAD = 8
 _GATHER_BLOCK = 2048
 _BLOCK = 128  # gaps that share one Rice parameter
 _LARGEST_PARAMETER = 48  # gaps of up to 2**48; a word has 57 bits of the stream at least

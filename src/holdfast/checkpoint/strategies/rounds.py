@@ -31,6 +31,7 @@ from holdfast.checkpoint.records import Rows
 
 # A piece should be worth a read of its own: smaller ones are put together with their neighbours.
 SMALLEST_PIECE_BYTES = 512 << 10
+_WIDER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +112,42 @@ def _piece_keys(lives: Lives, base: int, round_versions: int, least_rows: int) -
     """A number for the piece of each record, ascending by birth.
 
     A piece for each (born, died); where that would be small, for (born, bucket of died); where that too would
-    be small, for (bucket of born, bucket of died).
+    be small, for (bucket of born, bucket of died), with buckets of ever more versions.
     """
     born = (lives.born - base).astype(np.int64)
     died = np.where(lives.died == OPEN, 0, lives.died - base).astype(np.int64)
-    span = int(died.max()) + 1
-    level = (int(born.max()) + 1) * span
-    born_bucket, died_bucket = (born - 1) // round_versions + 1, (died - 1) // round_versions + 1
-    exact = born * span + died
-    by_born = born * span + died_bucket
-    is_exact = _how_often(exact) >= least_rows
-    rest = ~is_exact
-    is_by_born = np.zeros(len(exact), bool)
-    is_by_born[rest] = _how_often(by_born[rest]) >= least_rows
-    within = np.where(is_exact, 2 * level + exact, np.where(is_by_born, level + by_born, died_bucket))
-    # The bucket of birth first: what a version needs of a file is then at its start.
-    return born_bucket * (3 * level) + within
+    levels = [(born, died), (born, _bucket(died, round_versions))]
+    size = round_versions
+    while size < 2 * round_versions or size <= int(born.max()):
+        levels.append((_bucket(born, size), _bucket(died, max(size // _WIDER, round_versions))))
+        size *= _WIDER
+    span = int(died.max()) + 2
+    level_span = (int(born.max()) + 2) * span
+    keys = np.zeros(len(born), np.int64)
+    rest = np.arange(len(born))
+    for number, (births, deaths) in enumerate(levels):
+        mine = births[rest] * span + deaths[rest]
+        enough = _how_often(mine) >= least_rows
+        if number == len(levels) - 1:
+            enough[:] = True
+        # The first version of birth first: what a version needs of a file is then at its start.
+        first = births[rest] if number < 2 else (births[rest] - 1) * _width(number, round_versions) + 1
+        keys[rest[enough]] = (
+            np.maximum(first, 0)[enough] * (len(levels) * level_span) + number * level_span + mine[enough]
+        )
+        rest = rest[~enough]
+        if not len(rest):
+            break
+    return keys
+
+
+def _bucket(versions: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Versions 1 to ``size`` are in bucket 1, and so on."""
+    return (versions - 1) // size + 1
+
+
+def _width(level: int, round_versions: int) -> int:
+    return int(round_versions * _WIDER ** (level - 2))
 
 
 def _how_often(keys: NDArray[np.int64]) -> NDArray[np.int64]:
