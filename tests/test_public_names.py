@@ -31,6 +31,7 @@ def test_public_names() -> None:
         "ObjectMissing",
         "PNN",
         "Policy",
+        "AutoBits",
         "Reader",
         "Recommender",
         "SaveFailed",

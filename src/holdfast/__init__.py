@@ -28,7 +28,7 @@ from holdfast.errors import (
     UnsupportedState,
     WrongReaderState,
 )
-from holdfast.options import Chunked, Differential, Full, Incremental, Policy
+from holdfast.options import AutoBits, Chunked, Differential, Full, Incremental, Policy
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.api import Checkpointer
@@ -56,6 +56,7 @@ __all__ = [
     "DLRM",
     "PNN",
     "AlreadyExists",
+    "AutoBits",
     "BadLine",
     "Batch",
     "CheckpointError",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from holdfast.errors import ConfigError
@@ -88,6 +90,47 @@ _BY_NAME = {
 
 
 @dataclass(frozen=True, slots=True)
+class AutoBits:
+    """Bits of quantized rows by how often the run is expected to be restored.
+
+    Each restore from quantized rows costs a little accuracy. By Check-N-Run's measurements it stays below
+    0.01 % with 2 bits for one restore, with 3 for up to 3, with 4 for up to 20, else with 8. Restores are
+    counted, across restarts; when there are more than expected, 8 bits are used from then on. Without
+    anything to go by it is 8 bits from the start.
+
+    Args:
+        expected_restores: what you expect; or let it be estimated:
+        training_hours: how long the whole run takes,
+        nodes: on how many machines,
+        failures_per_node_hour: and how often each of them fails.
+    """
+
+    expected_restores: float | None = None
+    training_hours: float | None = None
+    nodes: int = 1
+    failures_per_node_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("expected_restores", "training_hours", "failures_per_node_hour"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("nodes", self.nodes, 1)
+        if (self.training_hours is None) != (self.failures_per_node_hour is None):
+            raise ConfigError("AutoBits: give training_hours and failures_per_node_hour together")
+
+    @property
+    def restores(self) -> float | None:
+        """How many are expected; None if that is not known."""
+        if self.expected_restores is not None:
+            return self.expected_restores
+        if self.training_hours is None or self.failures_per_node_hour is None:
+            return None
+        return self.training_hours * self.nodes * self.failures_per_node_hour
+
+
+Bits = Literal[2, 3, 4, 8, "auto"] | AutoBits | None
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """When a ``Checkpointer`` saves, how, and what it keeps.
 
@@ -102,6 +145,13 @@ class Policy:
             "skip" (the rows stay marked and are in the next one).
         deletion_delay_seconds: how long files that no version needs any more are kept for restores that
             may still be reading them. On a local disk open files stay readable, so 0 is safe there.
+        quantize: store weights in 2, 3, 4 or 8 bits; "auto" or an ``AutoBits`` chooses; None stores them as
+            they are. A mapping says it for each table by name or pattern ("model.user_*"), of which the
+            first that fits counts; tables that none fits are stored as they are. Training itself stays in
+            full precision: only a restore gives back rounded weights.
+        quantize_state: store optimizer states that have an entry a row in 16 bits (bfloat16: off by 0.4 % at
+            most) or 8 (in logarithmic steps: off by 4.4 %, momentum by 9 %). None stores them as they are.
+        background_share: how much of a processor's time quantizing may take while training goes on.
     """
 
     every_steps: int | None = None
@@ -112,6 +162,9 @@ class Policy:
     keep_seconds: float | None = None
     when_busy: Literal["wait", "skip"] = "wait"
     deletion_delay_seconds: float | None = None
+    quantize: Bits | Mapping[str, Bits] = None
+    quantize_state: Literal[8, 16] | None = None
+    background_share: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str):
@@ -126,3 +179,19 @@ class Policy:
         _at_least("keep_every", self.keep_every, 1)
         _at_least("keep_seconds", self.keep_seconds, 0)
         _at_least("deletion_delay_seconds", self.deletion_delay_seconds, 0)
+        wishes = self.quantize.values() if isinstance(self.quantize, Mapping) else [self.quantize]
+        for wish in wishes:
+            if not (isinstance(wish, AutoBits) or wish in (None, 2, 3, 4, 8, "auto")):
+                raise ConfigError(f"quantize is {wish!r}: expected 2, 3, 4, 8, 'auto', an AutoBits or None")
+        if self.quantize_state not in (None, 8, 16):
+            raise ConfigError(f"quantize_state is {self.quantize_state!r}: expected 8, 16 or None")
+        if not 0 < self.background_share <= 1:
+            raise ConfigError(f"background_share is {self.background_share!r}: expected above 0, at most 1")
+
+    def bits_of(self, table: str) -> int | AutoBits | None:
+        """What ``quantize`` says of a table."""
+        if isinstance(self.quantize, Mapping):
+            wish = next((bits for name, bits in self.quantize.items() if fnmatchcase(table, name)), None)
+        else:
+            wish = self.quantize
+        return AutoBits() if wish == "auto" else wish

@@ -44,7 +44,7 @@ class Cluster:
             ids = np.arange(ROWS) if baseline else touched
             mine = ids[owner(ids, len(self.shards)) == shard.number]
             changes.append(
-                shard.write(self.store, number, [Rows(mine, (self.state[mine],))], baseline=baseline)
+                shard.write(self.store, number, [(0, Rows(mine, (self.state[mine],)))], baseline=baseline)
             )
         # Every shard is durable by now: one manifest makes the version exist.
         self.era = self.era or number

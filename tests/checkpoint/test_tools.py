@@ -25,7 +25,7 @@ from holdfast.checkpoint.verify import bytes_to_verify, verify_versions
 from holdfast.checkpoint.view import age
 from tests.checkpoint.test_checkpointer import ROWS, STRATEGIES, Run
 
-CHUNKED = hf.Chunked(round_versions=2, reset="never")
+CHUNKED = hf.Chunked(round_versions=2, dead_fraction=0.25, reset="never")
 
 
 def train(path: Path, strategy: Any = CHUNKED, versions: int = 9) -> dict[int, str]:

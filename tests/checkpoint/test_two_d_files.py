@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.checkpoint import bundles, restore
+from holdfast.checkpoint import bundles, restore, stretches
 from holdfast.checkpoint.chunk import OPEN
 from holdfast.checkpoint.manifest import FileEntry, read_newest
 from holdfast.checkpoint.rearrange import two_d as files_2d
 from holdfast.checkpoint.rearrange.two_d import TwoD
 from holdfast.checkpoint.records import Rows
-from holdfast.checkpoint.restore import open_file, open_version
+from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import two_d
+from holdfast.checkpoint.stretches import open_file
 from holdfast.errors import StoreError
 from holdfast.options import Chunked, Policy
 from holdfast.testing.crash import Journal, RecordingFiles, crash_states, materialise
@@ -167,13 +168,13 @@ def test_interleaved_bundles_are_read_file_by_file(tmp_path: Path, monkeypatch: 
     for _ in range(24):
         trainer.save(trainer.train())
     seen: list[str] = []
-    read = restore.OpenFile.read
+    read = stretches.OpenFile.read
 
-    def note(self: restore.OpenFile, pieces: Sequence[Any], out: Any) -> None:
+    def note(self: stretches.OpenFile, pieces: Sequence[Any], out: Any) -> None:
         seen.append(self.entry.name)
         read(self, pieces, out)
 
-    monkeypatch.setattr(restore.OpenFile, "read", note)
+    monkeypatch.setattr(stretches.OpenFile, "read", note)
     for version in (8, 16, 24):
         seen.clear()
         assert same(restored(trainer.store, version), trainer.remembered[version])

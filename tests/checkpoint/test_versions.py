@@ -80,7 +80,7 @@ class Trainer:
         snapshot = [
             Rows(ids, tuple(f[ids] for f in fields)) for ids, fields in zip(wanted, self.state, strict=True)
         ]
-        change = self.shard.write(self.store, number, snapshot, baseline=baseline)
+        change = self.shard.write(self.store, number, enumerate(snapshot), baseline=baseline)
         dense = f"dense/{number:08}.safetensors"
         self.store.put(dense, [b"dense"])
         version = Version(

@@ -86,7 +86,7 @@ class Checkpointer:
         self.policy = policy or Policy()
         self.events = events or EventLog(None)
         self._show_progress = show_progress
-        self._objects = TrainingObjects(objects)
+        self._objects = TrainingObjects(objects, self.policy.bits_of)
         self._cleanup = contextlib.ExitStack()
         try:
             self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
@@ -263,6 +263,8 @@ class Checkpointer:
 
     def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
         self._writer.bind(self._objects.live_tables())
+        lossy = any(group.is_coded for group in reader.stored_groups)
+        self._writer.restores = version.restores + lossy
         resumed = self._writer.resume(version)
         self._last_step = self._last_save_step = version.step
         figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 class Background:
@@ -83,3 +88,39 @@ class Background:
                 with self._condition:
                     self._running = None
                     self._condition.notify_all()
+
+
+def computed_ahead(values: Iterator[Value], most: int) -> Iterator[Value]:
+    """The same values, of which another thread computes up to ``most`` before they are asked for."""
+    done: queue.Queue[tuple[bool, Any]] = queue.Queue(most)
+    stopped = threading.Event()
+
+    def put(item: tuple[bool, Any]) -> None:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                done.put(item, timeout=0.1)
+                return
+
+    def compute() -> None:
+        try:
+            for value in values:
+                put((True, value))
+                if stopped.is_set():
+                    return
+            put((False, None))
+        except BaseException as error:  # of whatever kind: it belongs to whoever asks for values
+            put((False, error))
+
+    thread = threading.Thread(target=compute, name="holdfast-encode", daemon=True)
+    thread.start()
+    try:
+        while True:
+            more, value = done.get()
+            if not more:
+                if value is not None:
+                    raise value
+                return
+            yield value
+    finally:
+        stopped.set()
+        thread.join()

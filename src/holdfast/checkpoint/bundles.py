@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from holdfast.checkpoint.chunk import Index, NewPiece, Piece, check_piece, decode_index, encode_file
 from holdfast.checkpoint.manifest import FileEntry, FileKind
-from holdfast.checkpoint.records import Group, Rows
-from holdfast.checkpoint.restore import STRETCH_BYTES, open_file
+from holdfast.checkpoint.records import Group, RowIds, Rows
 from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.stretches import STRETCH_BYTES, open_file
 
 FILE_BYTES = 64 << 20
 
@@ -24,8 +24,8 @@ class Written:
 
     entry: FileEntry
     pieces: tuple[Piece, ...]
-    contents: Sequence[NewPiece]
-    """What was put into each piece."""
+    ids: tuple[RowIds, ...]
+    """The rows of each piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,13 @@ class FileWriter:
         store: Store,
         version: int,
         kind: FileKind,
-        pieces: Sequence[NewPiece],
+        pieces: Iterable[NewPiece],
         file_bytes: int | None = None,
     ) -> tuple[Written, ...]:
-        """Write pieces, in their order, to files of at most about ``file_bytes`` each."""
+        """Write pieces, in their order, to files of at most about ``file_bytes`` each.
+
+        Pieces are asked for as they are written, and let go of then.
+        """
         limit = FILE_BYTES if file_bytes is None else file_bytes
         return tuple(
             self._write_file(store, version, kind, bundle) for bundle in self._bundles(pieces, limit)
@@ -91,17 +94,18 @@ class FileWriter:
             parts.append(NewPiece(piece.group, piece.rank, rows, born, died))
         return parts
 
-    def _bundles(self, pieces: Sequence[NewPiece], limit: int) -> list[list[NewPiece]]:
-        bundles: list[list[NewPiece]] = []
+    def _bundles(self, pieces: Iterable[NewPiece], limit: int) -> Iterator[list[NewPiece]]:
+        bundle: list[NewPiece] = []
         size = 0
         for piece in pieces:
             bytes_ = len(piece.rows) * self.groups[piece.group].record_bytes
-            if not bundles or size + bytes_ > limit:
-                bundles.append([])
-                size = 0
-            bundles[-1].append(piece)
+            if bundle and size + bytes_ > limit:
+                yield bundle
+                bundle, size = [], 0
+            bundle.append(piece)
             size += bytes_
-        return bundles
+        if bundle:
+            yield bundle
 
     def _write_file(self, store: Store, version: int, kind: FileKind, pieces: Sequence[NewPiece]) -> Written:
         encoded = encode_file(pieces, [g.fields for g in self.groups])
@@ -119,7 +123,7 @@ class FileWriter:
             last_died=max(p.last_died for p in encoded.pieces),
             rows=sum(p.rows for p in encoded.pieces),
         )
-        return Written(entry, encoded.pieces, pieces)
+        return Written(entry, encoded.pieces, tuple(piece.rows.ids for piece in pieces))
 
 
 def read_indexes(store: Store, entry: FileEntry, groups: Sequence[Group]) -> Iterator[tuple[int, Index]]:

@@ -95,7 +95,9 @@ class Era(Struct, frozen=True):
         for number, group in enumerate(groups):
             of = group.raw_rows_of
             if of is not None and not (0 <= of < number and group.live() == groups[of].live()):
-                raise CorruptCheckpoint(f"a manifest has a group for rows of group {of}, which is not like it")
+                raise CorruptCheckpoint(
+                    f"a manifest has a group for rows of group {of}, which is not like it"
+                )
         return groups
 
     def files_of(self, version: int) -> list[FileEntry]:

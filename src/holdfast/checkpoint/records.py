@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.quantize import CODED_DTYPES, Bytes2D, RowCodec, RowIds, codec_from_json
+from holdfast.checkpoint.quantize import CODED_DTYPES, RowCodec, codec_from_json
 from holdfast.errors import CorruptCheckpoint
 
 # Bytes of one element, by the names that safetensors gives to types.
@@ -29,6 +29,9 @@ ELEMENT_BYTES = {
 
 MOST_ROWS = 1 << 48
 """Of a group: no id is as large."""
+
+Bytes2D = NDArray[np.uint8]
+RowIds = NDArray[np.int64]
 
 WEIGHT = "weight"
 """The name of the field that holds a table's weights."""

@@ -7,14 +7,13 @@ several columns do, are they read as a whole before their rows are handed on.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -22,23 +21,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint import chunk
-from holdfast.checkpoint.chunk import (
-    LARGEST_HEADER,
-    DecodedPiece,
-    Piece,
-    check_piece,
-    decode_header,
-    decode_piece,
-)
+from holdfast.checkpoint.chunk import DecodedPiece, Piece
+from holdfast.checkpoint.encoding import decode_rows
 from holdfast.checkpoint.live import FieldsOf, LiveTables
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
-from holdfast.checkpoint.records import Group, Rows
+from holdfast.checkpoint.quantize import Flags
+from holdfast.checkpoint.records import Group, RowIds, Rows
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.base import ReadRequest
+from holdfast.checkpoint.stretches import (
+    STRETCH_BYTES,
+    OpenFile,
+    Stretch,
+    Turns,
+    batches,
+    open_file,
+    read_stretch,
+    run_all,
+    stretches,
+    thread_buffer,
+)
+from holdfast.checkpoint.tracker import RowSet
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 
-# A stretch this long stays in the processor's cache between being read, checked and handed on.
-STRETCH_BYTES = 4 << 20
 MOST_OPEN = 256
 """Files of a version that are held open; a process may have 1024 in all, as a rule."""
 _AHEAD = 3
@@ -47,61 +52,6 @@ _TRIES = 100  # a writer that is quicker than this a hundred times in a row has 
 
 Sink = Callable[[int, Rows], None]
 """Takes rows of a group; called from one thread, in the order in which rows override each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Pieces of a file that are read together."""
-
-    file: OpenFile
-    pieces: tuple[Piece, ...]
-    bytes: int
-
-    @property
-    def rank(self) -> int:
-        """Of its pieces, if they are not read file by file."""
-        return self.pieces[0].rank
-
-
-@dataclass(frozen=True, slots=True)
-class OpenFile:
-    """A chunk file whose header has been read and checked."""
-
-    entry: FileEntry
-    reader: ObjectReader
-    pieces: tuple[Piece, ...]
-    """Those that some version may need: the manifest says which are dead."""
-    numbers: tuple[int, ...]
-    """Which piece of the file each of them is."""
-    where: str
-
-    def read(self, pieces: Sequence[Piece], out: NDArray[np.uint8]) -> None:
-        """Read these pieces, one behind the other."""
-        ranges = [(self.entry.header_bytes + piece.offset, piece.length) for piece in pieces]
-        self.reader.read_into(ranges, out.data)
-
-
-def open_file(
-    store: Store, entry: FileEntry, groups: Sequence[Group], version: int | None = None
-) -> OpenFile:
-    """Open a chunk file and check that it is the one that the manifest names."""
-    where = f"{store.url}: {entry.name}" + ("" if version is None else f" (version {version})")
-    reader = store.open(entry.name)
-    try:
-        if reader.size != entry.bytes:
-            raise CorruptCheckpoint(f"{where} has {reader.size} bytes, expected {entry.bytes}")
-        if not 8 < entry.header_bytes <= min(entry.bytes, LARGEST_HEADER):
-            raise CorruptCheckpoint(f"{where} is said to have a header of {entry.header_bytes} bytes")
-        header = reader.read(0, entry.header_bytes)
-        if chunk.checksum(header) != entry.header_checksum:
-            raise CorruptCheckpoint(f"{where}: its header does not have its checksum")
-        pieces = decode_header(header, where)
-        chunk.check_layout(pieces, groups, entry.bytes - entry.header_bytes, where)
-    except BaseException:
-        reader.close()
-        raise
-    numbers = tuple(sorted(set(range(len(pieces))) - set(entry.dead_pieces)))
-    return OpenFile(entry, reader, tuple(pieces[number] for number in numbers), numbers, where)
 
 
 class _OpenedForEachRead(ObjectReader):
@@ -131,14 +81,17 @@ class VersionReader:
         self.store = store
         self.version = version
         self.era: Era = manifest.era(version.era)
-        self.groups: tuple[Group, ...] = self.era.decoded_groups()
+        self.stored_groups: tuple[Group, ...] = self.era.decoded_groups()
+        """As they are stored: with codecs, and with groups of rows that no codec could hold."""
+        self.groups = tuple(g.live() for g in self.stored_groups if g.raw_rows_of is None)
+        """As ``read_rows`` hands them on."""
         self.bytes_read = 0
         self.pieces_read = 0
         self._stack = ExitStack()
         self.files: list[OpenFile] = []
         try:
             for entry in self.era.files_of(version.version):
-                file = open_file(store, entry, self.groups, version.version)
+                file = open_file(store, entry, self.stored_groups, version.version)
                 if len(self.files) >= MOST_OPEN:
                     file.reader.close()
                     file = replace(file, reader=_OpenedForEachRead(store, entry))
@@ -163,6 +116,16 @@ class VersionReader:
             if piece.rows and piece.first_born <= v < piece.last_died and piece.last_born > born_after
         ]
         return sorted(needed, key=lambda pair: pair[1].rank)
+
+    def _split(
+        self, pieces: Sequence[tuple[OpenFile, Piece]]
+    ) -> tuple[list[tuple[OpenFile, Piece]], list[tuple[OpenFile, Piece]]]:
+        """The pieces, and apart from them those with rows that no codec could hold: these are for the end."""
+        raw = [self.stored_groups[piece.group].raw_rows_of is not None for _, piece in pieces]
+        return (
+            [pair for pair, is_raw in zip(pieces, raw, strict=True) if not is_raw],
+            [pair for pair, is_raw in zip(pieces, raw, strict=True) if is_raw],
+        )
 
     def dense(self) -> bytes:
         """The bytes of the dense part, checked."""
@@ -190,17 +153,22 @@ class VersionReader:
         ``born_after`` leaves out what was written for that version of the era or an earlier one.
         ``on_progress`` is told how many bytes have been handed on.
         """
-        pieces = self.pieces(baseline=baseline, born_after=born_after)
-        if isinstance(sink, RowLoader):
-            self._load(sink, pieces, born_after, on_progress)
-            return
+        taker = sink if isinstance(sink, RowLoader) else _Decoder(sink)
         done = 0
-        for decoded in self._in_order(pieces):
-            rows = decoded.at(self.version.version, born_after)
-            if len(rows):
-                sink(decoded.piece.group, rows)
-            done += decoded.piece.length
-            on_progress(done)
+        for pieces in self._split(self.pieces(baseline=baseline, born_after=born_after)):
+            for interleaved, batch in batches(pieces):
+                if interleaved or not isinstance(taker, RowLoader):
+                    for decoded in self._in_order(batch):
+                        self._hand_on(taker, decoded, born_after)
+                        done += decoded.piece.length
+                        on_progress(done)
+                else:
+                    done += self._load(taker, batch, born_after, on_progress, done)
+
+    def _hand_on(self, taker: RowLoader | _Decoder, decoded: DecodedPiece, born_after: int) -> None:
+        positions = decoded.positions_at(self.version.version, born_after)
+        if positions is None or len(positions):
+            taker.load(self.stored_groups[decoded.piece.group], decoded.piece.group, decoded.rows, positions)
 
     def _load(
         self,
@@ -208,35 +176,29 @@ class VersionReader:
         pieces: Sequence[tuple[OpenFile, Piece]],
         born_after: int,
         on_progress: Callable[[int], None],
-    ) -> None:
-        """Several threads read, decode and write pieces into live tables; of lower rank first."""
-        version = self.version.version
-        done = 0
-        for interleaved, batch in _batches(pieces):
-            if interleaved:
-                for decoded in self._in_order(batch):
-                    loader.load(decoded, version, born_after)
-                    done += decoded.piece.length
-                    on_progress(done)
-                continue
-            before = done
-            turns = _Turns(_stretches(batch))
+        before: int,
+    ) -> int:
+        """Several threads read and write pieces into live tables, of lower rank first; how many bytes."""
+        turns = Turns(stretches(pieces))
 
-            def load(stretch: Stretch, turns: _Turns = turns, before: int = before) -> None:
-                decoded = _read_stretch(stretch, self.groups, _thread_buffer(stretch.bytes))
-                turns.wait(stretch.rank)
-                for piece in decoded:
-                    loader.load(piece, version, born_after)
-                turns.finish(stretch, lambda loaded: on_progress(before + loaded))
+        def load(stretch: Stretch) -> None:
+            decoded = read_stretch(stretch, self.stored_groups, thread_buffer(stretch.bytes))
+            turns.wait(stretch.rank)
+            for piece in decoded:
+                self._hand_on(loader, piece, born_after)
+            turns.finish(stretch, lambda loaded: on_progress(before + loaded))
 
-            run_all(load, turns.stretches, _THREADS, on_error=turns.give_up)
-            self.bytes_read += turns.loaded
-            self.pieces_read += len(batch)
-            done += turns.loaded
+        run_all(load, turns.stretches, _THREADS, on_error=turns.give_up)
+        self.bytes_read += turns.loaded
+        self.pieces_read += len(pieces)
+        return turns.loaded
 
     def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
         """Read and check every byte that the version needs; how many there were."""
-        self.read_rows(lambda group, rows: None, on_progress=on_progress)
+        done = 0
+        for decoded in self._in_order(self.pieces()):
+            done += decoded.piece.length
+            on_progress(done)
         self.dense()
         return self.bytes_read
 
@@ -246,18 +208,18 @@ class VersionReader:
 
     def _in_order(self, pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[DecodedPiece]:
         """Pieces by ascending rank, read in long stretches."""
-        for interleaved, batch in _batches(pieces):
+        for interleaved, batch in batches(pieces):
             if not interleaved:
-                yield from self._decode(_stretches(batch))
+                yield from self._decode(stretches(batch))
                 continue
             # By rank, every read would be of another file. By file they are long, if all of it is in memory
             # before any is handed on.
-            whole = list(self._decode(_stretches(batch, by_file=True), reuse=False))
+            whole = list(self._decode(stretches(batch, by_file=True), reuse=False))
             whole.sort(key=lambda decoded: decoded.piece.rank, reverse=True)
             while whole:
                 yield whole.pop()
 
-    def _decode(self, stretches: Iterator[Stretch], *, reuse: bool = True) -> Iterator[DecodedPiece]:
+    def _decode(self, wanted: Iterator[Stretch], *, reuse: bool = True) -> Iterator[DecodedPiece]:
         """Decode in the order of reading. With ``reuse`` a piece is valid until the next one is asked for."""
         free: list[NDArray[np.uint8]] = []
         under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[list[DecodedPiece]]]] = deque()
@@ -272,11 +234,11 @@ class VersionReader:
 
         with ThreadPoolExecutor(1, "holdfast-read") as pool:
             try:
-                for stretch in stretches:
+                for stretch in wanted:
                     size = stretch.bytes
                     least = STRETCH_BYTES if reuse else 0
                     buffer = free.pop() if free and size <= least else np.empty(max(size, least), np.uint8)
-                    future = pool.submit(_read_stretch, stretch, self.groups, buffer[:size])
+                    future = pool.submit(read_stretch, stretch, self.stored_groups, buffer[:size])
                     under_way.append((stretch, buffer, future))
                     if len(under_way) > _AHEAD:
                         yield from finish()
@@ -335,138 +297,65 @@ def _shown(have: list[int]) -> str:
     return f"{have[0]} to {have[-1]} ({len(have)} in all)" if len(have) > 5 else ", ".join(map(str, have))
 
 
-def _read_stretch(stretch: Stretch, groups: Sequence[Group], buffer: NDArray[np.uint8]) -> list[DecodedPiece]:
-    """In the reading thread: read, check and decode. The pieces' fields are views of the buffer."""
-    stretch.file.read(stretch.pieces, buffer)
-    decoded: list[DecodedPiece] = []
-    at = 0
-    for piece in stretch.pieces:
-        data = buffer[at : at + piece.length]
-        check_piece(piece, data, stretch.file.where)
-        decoded.append(decode_piece(piece, data, groups[piece.group].fields, stretch.file.where))
-        at += piece.length
-    return decoded
+class _RawRows:
+    """Which rows of coded groups were last seen with a mark that says: kept raw, in a group of their own.
 
-
-def _batches(
-    pieces: Sequence[tuple[OpenFile, Piece]],
-) -> Iterator[tuple[bool, list[tuple[OpenFile, Piece]]]]:
-    """Pieces by ascending rank, in as few batches as can be; whether several files take turns in it.
-
-    They do where one file has ranks between those of another.
+    Such a row's newest raw record is the one that belongs to the mark, so raw records are handed on after
+    all others, to rows that are marked at the end. They are few: a row with NaN in it, or far off zero.
     """
-    by_file: dict[str, list[tuple[OpenFile, Piece]]] = {}
-    for pair in pieces:
-        by_file.setdefault(pair[0].entry.name, []).append(pair)
-    spans = sorted(
-        (min(piece.rank for _, piece in mine), max(piece.rank for _, piece in mine), name)
-        for name, mine in by_file.items()
-    )
-    clusters: list[list[str]] = []
-    highest = -1
-    for low, high, name in spans:
-        if low < highest:
-            clusters[-1].append(name)
-        else:
-            clusters.append([name])
-        highest = max(highest, high)
-    for interleaved, together in itertools.groupby(clusters, key=lambda names: len(names) > 1):
-        yield interleaved, [pair for names in together for name in names for pair in by_file[name]]
+
+    def __init__(self) -> None:
+        self._marked: dict[int, RowSet] = {}
+        self._lock = threading.Lock()
+
+    def note(self, number: int, group: Group, rows: Rows, positions: RowIds | None) -> Flags | None:
+        """Rows of a coded group have been read: which of them are raw; None if none is."""
+        raw = np.zeros(len(rows), np.bool_)
+        for field, values in zip(group.fields, rows.fields, strict=True):
+            if field.codec is not None:
+                raw |= field.codec.is_raw(values)
+        if positions is not None:
+            chosen = np.zeros(len(rows), np.bool_)
+            chosen[positions] = True
+            raw &= chosen
+        any_raw = bool(raw.any())
+        with self._lock:
+            if any_raw and number not in self._marked:
+                self._marked[number] = RowSet(group.rows)
+            if number in self._marked:
+                self._marked[number].discard(rows.ids if positions is None else rows.ids[positions])
+                self._marked[number].add(rows.ids[raw])
+        return raw if any_raw else None
+
+    def wanted(self, group: int, rows: Rows, positions: RowIds | None) -> RowIds:
+        """Positions of those raw records whose rows are marked."""
+        if group not in self._marked:
+            return np.empty(0, np.int64)
+        where = np.arange(len(rows)) if positions is None else positions
+        return where[self._marked[group].contains(rows.ids[where])]
 
 
-def _stretches(pieces: Sequence[tuple[OpenFile, Piece]], *, by_file: bool = False) -> Iterator[Stretch]:
-    """Neighbouring pieces of a file and of equal rank together, up to a limit, in ascending order of rank.
+class _Decoder:
+    """Hands rows on to a sink as they were in memory."""
 
-    ``by_file`` gives up rank and order for fewer stretches.
-    """
-    gathered: list[Piece] = []
-    size = 0
-    file: OpenFile | None = None
-    # Among pieces of equal rank the order is free: by place, so that neighbours meet.
-    for next_file, piece in sorted(
-        pieces, key=lambda p: (0 if by_file else p[1].rank, p[0].entry.name, p[1].offset)
-    ):
-        if file is not None and (
-            next_file is not file
-            or size + piece.length > STRETCH_BYTES
-            or (piece.rank != gathered[0].rank and not by_file)
-        ):
-            yield Stretch(file, tuple(gathered), size)
-            gathered, size = [], 0
-        file = next_file
-        gathered.append(piece)
-        size += piece.length
-    if file is not None:
-        yield Stretch(file, tuple(gathered), size)
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._raw = _RawRows()
 
-
-class _Turns:
-    """Lets threads write stretches of one rank at the same time, and of a higher rank only after them."""
-
-    def __init__(self, stretches: Iterable[Stretch]) -> None:
-        self.stretches = sorted(stretches, key=lambda stretch: stretch.rank)
-        self.loaded = 0
-        self._left = Counter(stretch.rank for stretch in self.stretches)
-        self._ranks = sorted(self._left, reverse=True)
-        self._changed = threading.Condition()
-        self._given_up = False
-
-    def wait(self, rank: int) -> None:
-        """Return when everything of lower rank is written. Stretches are begun in ascending order of rank."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._given_up or self._ranks[-1] == rank)
-            if self._given_up:
-                raise CancelledError
-
-    def finish(self, stretch: Stretch, on_progress: Callable[[int], None]) -> None:
-        """This stretch is written."""
-        with self._changed:
-            self.loaded += stretch.bytes
-            self._left[stretch.rank] -= 1
-            if not self._left[stretch.rank]:
-                self._ranks.pop()
-                self._changed.notify_all()
-            on_progress(self.loaded)
-
-    def give_up(self) -> None:
-        """Let nobody wait for what will not come."""
-        with self._changed:
-            self._given_up = True
-            self._changed.notify_all()
-
-
-_thread_local = threading.local()
-
-
-def _thread_buffer(size: int) -> NDArray[np.uint8]:
-    """Memory for a stretch: this thread's last one, which is done with."""
-    buffer: NDArray[np.uint8] | None = getattr(_thread_local, "buffer", None)
-    if buffer is None or len(buffer) < size:
-        buffer = _thread_local.buffer = np.empty(max(size, STRETCH_BYTES), np.uint8)
-    return buffer[:size]
-
-
-def run_all(
-    work: Callable[[Stretch], None],
-    stretches: Sequence[Stretch],
-    threads: int,
-    on_error: Callable[[], None],
-) -> None:
-    """Do the work for each, begun in their order; raises the first error after all threads have stopped."""
-    with ThreadPoolExecutor(min(threads, max(len(stretches), 1)), "holdfast-read") as pool:
-        futures = [pool.submit(work, stretch) for stretch in stretches]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            on_error()
-            pool.shutdown(wait=True, cancel_futures=True)
-            for future in futures:
-                if future.done() and not future.cancelled():
-                    error = future.exception()
-                    if error is not None and not isinstance(error, CancelledError):
-                        raise error from None
-            raise
+    def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:
+        if group.raw_rows_of is not None:
+            wanted = self._raw.wanted(group.raw_rows_of, rows, positions)
+            if len(wanted):
+                self._sink(group.raw_rows_of, rows.take(wanted))
+            return
+        if group.is_coded:
+            raw = self._raw.note(number, group, rows, positions)
+            if raw is not None:
+                where = np.arange(len(rows)) if positions is None else positions
+                positions = where[~raw[where]]
+        rows = rows if positions is None else rows.take(positions)
+        if len(rows):
+            self._sink(number, decode_rows(group, rows) if group.is_coded else rows)
 
 
 class RowLoader:
@@ -479,12 +368,19 @@ class RowLoader:
 
     def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
         self._tables = LiveTables(groups, fields_of)
+        self._raw = _RawRows()
 
     def __call__(self, group: int, rows: Rows) -> None:
         """Write rows of a group to where they belong."""
         self._tables.scatter(group, rows)
 
-    def load(self, decoded: DecodedPiece, version: int, born_after: int = 0) -> None:
-        """Write those records of a piece that belong to a version, of those born after another."""
-        positions = decoded.positions_at(version, born_after)
-        self._tables.scatter(decoded.piece.group, decoded.rows, positions)
+    def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:
+        """Write stored rows, of a stored group with this number, or those at some positions."""
+        if group.raw_rows_of is not None:
+            wanted = self._raw.wanted(group.raw_rows_of, rows, positions)
+            self._tables.scatter(group.raw_rows_of, rows, wanted)
+        elif group.is_coded:
+            self._raw.note(number, group, rows, positions)
+            self._tables.scatter(number, rows, positions, [field.codec for field in group.fields])
+        else:
+            self._tables.scatter(number, rows, positions)

@@ -6,7 +6,7 @@ what changed; only the catalog, which sees all shards, makes it count. Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from holdfast.checkpoint.bundles import Change, FileWriter, read_indexes
@@ -59,12 +59,14 @@ class Shard:
         two_d = isinstance(self.strategy, Chunked) and self.strategy.layout == "2d"
         return f"{name}-2d" if two_d else name
 
-    def write(self, store: Store, version: int, snapshot: Sequence[Rows], *, baseline: bool) -> Change:
-        """Write the snapshot (rows of each group) as the files of a version."""
+    def write(
+        self, store: Store, version: int, blocks: Iterable[tuple[int, Rows]], *, baseline: bool
+    ) -> Change:
+        """Write rows (of which group, which) as the files of a version; of a group in ascending order."""
         differential = isinstance(self.strategy, Differential) and not baseline
-        pieces = [
+        pieces = (
             part
-            for group, rows in enumerate(snapshot)
+            for group, rows in blocks
             for part in self._files.cut(
                 NewPiece(
                     group=group,
@@ -74,7 +76,7 @@ class Shard:
                     died=version + 1 if differential else OPEN,  # the next one repeats all of its rows
                 )
             )
-        ]
+        )
         kind: Literal["baseline", "increment"] = "baseline" if baseline else "increment"
         return Change(version, kind, self._files.write(store, version, kind, pieces))
 

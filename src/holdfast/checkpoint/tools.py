@@ -20,8 +20,9 @@ from holdfast.checkpoint.dense import Array, TablePlace, decode_tree
 from holdfast.checkpoint.manifest import FileEntry, Manifest, Version, read_newest
 from holdfast.checkpoint.rearrange.pruning import is_prunable, prune
 from holdfast.checkpoint.records import Group
-from holdfast.checkpoint.restore import open_file, open_version
+from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.stretches import open_file
 from holdfast.errors import (
     CheckpointError,
     CorruptCheckpoint,

@@ -87,7 +87,8 @@ class TrainingObjects:
         layout = self.layout()
         if self._live_tables is None:
             self._live_tables = LiveTables(
-                make_groups(layout, self._kind_of), lambda table: self._known[table].views)
+                make_groups(layout, self._kind_of), lambda table: self._known[table].views
+            )
         return self._live_tables
 
     def fields(self, table: str) -> tuple[NDArray[np.uint8], ...]:

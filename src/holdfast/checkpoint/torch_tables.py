@@ -16,6 +16,7 @@ from holdfast.checkpoint.records import WEIGHT, Field
 from holdfast.checkpoint.torch_values import row_bytes, row_field, why_no_rows
 from holdfast.errors import ConfigError
 
+
 @dataclass(frozen=True, slots=True)
 class LiveTable:
     """A table of the model.

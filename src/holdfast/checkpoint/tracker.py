@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.records import Group, RowIds
-from holdfast.kernels.rows import count_marked, mark_rows, marked_rows
+from holdfast.kernels.rows import count_marked, mark_rows, marked_rows, unmark_rows
 
 
 class RowSet:
@@ -25,6 +25,15 @@ class RowSet:
     def add_range(self, first: int, rows: int) -> None:
         """Put in all rows of a table."""
         mark_rows(self.bits, np.arange(rows, dtype=np.int64), first, rows)
+
+    def discard(self, ids: NDArray[np.int64]) -> None:
+        """Take rows out of it, if they are in it."""
+        unmark_rows(self.bits, ids)
+
+    def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these rows are in it."""
+        found: NDArray[np.bool_] = (self.bits[ids >> 6] >> (ids & 63).astype(np.uint64)) & np.uint64(1) != 0
+        return found
 
     def ids(self) -> RowIds:
         """The rows in it, ascending."""

@@ -15,8 +15,9 @@ from holdfast.checkpoint.chunk import Piece, check_piece, decode_piece
 from holdfast.checkpoint.dense import decode_tree
 from holdfast.checkpoint.manifest import DenseEntry, Era, FileEntry, Manifest, read_newest
 from holdfast.checkpoint.records import Group
-from holdfast.checkpoint.restore import OpenFile, find_version, open_file
+from holdfast.checkpoint.restore import find_version
 from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.stretches import OpenFile, open_file
 from holdfast.checkpoint.tools import leftover_files
 from holdfast.errors import CorruptCheckpoint, HoldfastError, NoSuchVersion, ObjectMissing, StoreError
 

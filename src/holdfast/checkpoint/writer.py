@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.background import Background
+from holdfast.checkpoint.background import Background, computed_ahead
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.encoding import Choice, Encoder, choose_bits
 from holdfast.checkpoint.live import Gather, LiveTables
 from holdfast.checkpoint.manifest import DenseEntry, Era, Version
 from holdfast.checkpoint.records import Bytes2D, Group, Rows
@@ -32,9 +33,12 @@ from holdfast.checkpoint.strategies.baselines import intermittent_baseline_is_du
 from holdfast.checkpoint.tracker import RowSet, Tracker
 from holdfast.errors import CheckpointError, HoldfastError, SaveFailed, StoreError
 from holdfast.events import EventLog
-from holdfast.options import Chunked, Differential, Full, Policy
+from holdfast.options import AutoBits, Chunked, Differential, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
+
+# Blocks that are encoded while a file is written: as many as fill the next one.
+_BLOCKS_AHEAD = 16
 
 CaptureDense = Callable[[], Callable[[], Sequence[Any]]]
 Look = Callable[[], tuple[LiveTables, Sequence[str]]]
@@ -102,6 +106,9 @@ class Writer:
         self._tables = LiveTables((), lambda table: ())
         self._nothing_unseen = True
         self._shard = Shard(0, (), self.strategy)
+        self._encoder = Encoder((), ())
+        self.restores = 0
+        self._said: Choice | None = None
         self._era = 0
         self._since_baseline: list[RowSet] = []
         self._sizes_since_baseline: list[float] = []
@@ -141,8 +148,11 @@ class Writer:
             # missing from a version that goes on without them.
             return False
         era = self.catalog.manifest.era(version.era)
-        if era.decoded_groups() != self._groups or era.strategy != self._shard.layout_name:
+        encoder = Encoder.of_era(self.policy, self.restores, era.decoded_groups(), self._groups)
+        if encoder is None or era.strategy != self._shard.layout_name:
             return False
+        self._encoder = encoder
+        self._shard = Shard(0, encoder.stored, self.strategy)
         try:
             self._take_up(era, version)
         except (CheckpointError, StoreError) as error:
@@ -161,7 +171,8 @@ class Writer:
         self._sizes_since_baseline = []
         if isinstance(self.strategy, Differential):
             for group, ids in self._shard.rows_of(self.store, era, version.version):
-                self._since_baseline[group].add(ids)
+                if group < len(self._groups):  # not of those that are kept raw: they are there as well
+                    self._since_baseline[group].add(ids)
             siblings = [v for v in self.catalog.manifest.versions if v.era == era.number and not v.baseline]
             self._sizes_since_baseline = [v.bytes / max(full, 1) for v in siblings]
 
@@ -258,7 +269,7 @@ class Writer:
                 self._sizes_since_baseline
             )
         if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes_since_baseline:
-            full = sum(g.rows * g.record_bytes for g in self._groups)
+            full = self._full_bytes()
             return reset_is_due(
                 full_bytes=full,
                 increment_bytes=self._sizes_since_baseline[-1] * full,
@@ -318,7 +329,7 @@ class Writer:
         arena = self._arena[number]
         if not arena or len(arena[0]) < rows or len(arena[0]) > 8 * max(rows, 1024):
             space = rows + rows // 4
-            arena = [np.empty((space, f.bytes), np.uint8) for f in self._groups[number].fields]
+            arena = [np.empty((space, f.live_bytes), np.uint8) for f in self._groups[number].fields]
             self._arena[number] = arena
         return [field[:rows] for field in arena]
 
@@ -336,14 +347,21 @@ class Writer:
         """In the background: write and commit the version; then tidy up."""
         started, cpu = time.perf_counter(), time.thread_time()
         try:
-            change = self._shard.write(self.store, number, rows, baseline=baseline)
+            shard, encoder = self._shard, self._encoder
+            if baseline:
+                encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
+                shard = Shard(0, encoder.stored, self.strategy)
+            blocks = encoder.blocks(rows, self.policy.background_share)
+            if encoder.is_coded:
+                blocks = computed_ahead(blocks, _BLOCKS_AHEAD)
+            change = shard.write(self.store, number, blocks, baseline=baseline)
             dense = self._store_dense(number, dense_parts())
             version = Version(
                 version=number, era=number if baseline else self._era, step=step, time=time.time(),
                 baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
-                metadata=metadata,
+                metadata=metadata, restores=self.restores,
             )  # fmt: skip
-            self.catalog.commit_version(version, self._groups, self._shard.layout_name, [change])
+            self.catalog.commit_version(version, encoder.stored, shard.layout_name, [change])
         except BaseException as error:  # of whatever kind: the trainer waits for the next line
             outcome.error = error
             self._saved.set()
@@ -353,6 +371,9 @@ class Writer:
             return
         seconds = time.perf_counter() - started
         self._era = version.era
+        if baseline:
+            self._shard, self._encoder = shard, encoder
+            self._say_bits()
         self._note_size(change.bytes, seconds, baseline=baseline)
         self._apply(change)
         del rows, change
@@ -381,8 +402,26 @@ class Writer:
             log.warning("the next version of %s holds everything: %s", self.store.url, _text(error))
             self.begin_anew()
 
+    def _full_bytes(self) -> int:
+        """Bytes of a version that holds everything."""
+        return sum(g.rows * g.record_bytes for g in self._shard.groups if g.raw_rows_of is None)
+
+    def _say_bits(self) -> None:
+        """Say what was chosen for tables for which the policy leaves it open."""
+        for group in self._groups:
+            wish = self.policy.bits_of(group.tables[0].name)
+            if isinstance(wish, AutoBits):
+                choice = choose_bits(wish, self.restores)
+                if choice != self._said:
+                    log.info("weights are stored in %d bits: %s", choice.bits, choice.reason)
+                    self._emit(
+                        "checkpoint_bits", bits=choice.bits, reason=choice.reason, restores=self.restores
+                    )
+                self._said = choice
+                return
+
     def _note_size(self, bytes_: int, seconds: float, *, baseline: bool) -> None:
-        full = sum(g.rows * g.record_bytes for g in self._groups)
+        full = self._full_bytes()
         self._sizes_since_baseline = [] if baseline else [*self._sizes_since_baseline, bytes_ / max(full, 1)]
         self._speed.wrote(bytes_, seconds)
 

@@ -68,6 +68,13 @@ def mark_rows(bits, ids, first, rows):
 
 
 @njit(cache=True, nogil=True)
+def unmark_rows(bits, ids):
+    """Clear the bits of these ids, all of which the bitmap has."""
+    for i in range(ids.shape[0]):
+        bits[ids[i] >> 6] &= ~(np.uint64(1) << np.uint64(ids[i] & 63))
+
+
+@njit(cache=True, nogil=True)
 def count_marked(bits):
     """How many bits are set."""
     total = np.int64(0)

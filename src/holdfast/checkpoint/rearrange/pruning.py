@@ -10,9 +10,9 @@ from holdfast.checkpoint.bundles import Change, FileWriter, read_indexes
 from holdfast.checkpoint.chunk import NewPiece, check_piece, decode_piece
 from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.records import Group, Rows
-from holdfast.checkpoint.restore import open_file
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies import rounds
+from holdfast.checkpoint.stretches import open_file
 
 
 def is_prunable(

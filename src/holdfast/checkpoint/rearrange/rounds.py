@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.bundles import Change, FileWriter, read_indexes
+from holdfast.checkpoint.bundles import Change, FileWriter, Written, read_indexes
 from holdfast.checkpoint.chunk import OPEN, NewPiece, check_piece, decode_piece
 from holdfast.checkpoint.manifest import Era, FileEntry
 from holdfast.checkpoint.records import Field, Group, RowIds, Rows, join_rows
-from holdfast.checkpoint.restore import open_file
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies import rounds
+from holdfast.checkpoint.stretches import open_file
 from holdfast.options import Chunked
 
 ROUND_BYTES = 1 << 30
@@ -57,7 +57,7 @@ class Rounds:
         for file in change.files:
             if file.entry.kind != "history":
                 version = change.version if change.kind == "increment" else None
-                self._note_open(file.entry, file.contents, version)
+                self._note_open(file, version)
 
     def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> Change | None:
         """Run a round if one is due and some file is worth it."""
@@ -159,13 +159,12 @@ class Rounds:
                     parts.append(rounds.Lives(decoded.rows, born, died))
         return _join(parts, fields)
 
-    def _note_open(self, entry: FileEntry, pieces: Sequence[NewPiece], version: int | None) -> None:
+    def _note_open(self, file: Written, version: int | None) -> None:
         """This file has the current records of its rows; with a version, the ones before died in it."""
         number = self._next_file
         self._next_file += 1
-        self._files[number] = _OpenFile(entry, number)
-        for piece in pieces:
-            ids = piece.rows.ids
+        self._files[number] = _OpenFile(file.entry, number)
+        for piece, ids in zip(file.pieces, file.ids, strict=True):
             where = self._where[piece.group]
             if version is not None:
                 self._note_deaths(piece.group, version, ids, where[ids])

@@ -19,10 +19,10 @@ from holdfast.checkpoint.bundles import Change, FileWriter, Written
 from holdfast.checkpoint.chunk import OPEN, NewPiece, Piece, check_piece, decode_index, decode_piece
 from holdfast.checkpoint.manifest import Era, FileEntry
 from holdfast.checkpoint.records import Group, RowIds, Rows, join_rows
-from holdfast.checkpoint.restore import open_file
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies import two_d
 from holdfast.checkpoint.strategies.two_d import Chunk, ChunkList, Key, Place
+from holdfast.checkpoint.stretches import open_file
 from holdfast.options import Chunked
 
 # A round holds what it moves in memory. One that moves more than this does it in several steps, each of
@@ -213,11 +213,11 @@ def _chunks_of(files: Sequence[Written]) -> list[tuple[list[Place], RowIds]]:
     """The chunks that were written to files: places and ids of each."""
     found: dict[Key, tuple[list[Place], list[RowIds]]] = {}
     for file in files:
-        for number, (piece, content) in enumerate(zip(file.pieces, file.contents, strict=True)):
+        for number, (piece, own) in enumerate(zip(file.pieces, file.ids, strict=True)):
             key = piece.group, piece.first_born, piece.last_died
             places, ids = found.setdefault(key, ([], []))
             places.append(Place(file.entry.name, number, piece))
-            ids.append(content.rows.ids)
+            ids.append(own)
     return [(places, np.concatenate(ids)) for places, ids in found.values()]
 
 
