@@ -13,9 +13,8 @@ restore another checkpoint, or make them anew. ``cancel_restore`` gives up after
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,13 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.dense import TablePlace, map_tree
 from holdfast.checkpoint.live import LiveTables
 from holdfast.checkpoint.records import WEIGHT, Field, Group, make_groups
+from holdfast.checkpoint.torch_capture import Capturer, Places, State
 from holdfast.checkpoint.torch_fit import check_module, check_objects, some
 from holdfast.checkpoint.torch_tables import LiveTable, RowTensors, find_tables
 from holdfast.checkpoint.torch_values import (
     TORCH_DTYPES,
     copy_random_states,
     live_leaf,
-    memory_key,
     plain_leaf,
     random_states,
     row_bytes,
@@ -62,13 +61,14 @@ class TrainingObjects:
         check_objects(objects)
         self.objects = dict(objects)
         self._kind_of = kind_of
+        self._capturers = {name: Capturer(name, thing) for name, thing in objects.items()}
         self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
         self._optimizers = {n: o for n, o in objects.items() if isinstance(o, Optimizer)}
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
         self._incoming: dict[str, dict[str, Tensor]] = {}
         self._known: dict[str, RowTensors] = {}
         self._live_tables: LiveTables | None = None
-        self._places: _Places | None = None
+        self._places: Places | None = None
         self._seen_versions = self._versions()
 
     # Saving
@@ -117,23 +117,20 @@ class TrainingObjects:
         thread. It raises what ``dense_tree`` raises. Rows are known by the last ``layout``.
         """
         places = self._find_places()
-        states = {name: _state_of(thing) for name, thing in self.objects.items()}
-        with torch.no_grad():
-            copies = {name: _copied(state, places) for name, state in states.items()}
-        metadata = {name: dict(getattr(states[name], "_metadata", {})) for name in self._modules}
+        states: dict[str, State] = {}
+        metadata: dict[str, Mapping[str, Any]] = {}
+        for name, capturer in self._capturers.items():
+            states[name], metadata[name] = capturer.capture(places)
         optimizers = {name: type(o).__name__ for name, o in self._optimizers.items()}
         # Last: a loader's state_dict() may draw random numbers.
         random_copy = copy_random_states()
 
-        def leaf(value: Any, path: str) -> Any:
-            return value if type(value) is TablePlace else plain_leaf(value, path)
-
         def tree() -> dict[str, Any]:
             return {
-                "objects": {name: map_tree(state, leaf, name) for name, state in copies.items()},
+                "objects": {name: state() for name, state in states.items()},
                 "optimizers": optimizers,
                 # Versions of modules' formats, which PyTorch keeps in an attribute of the state.
-                "metadata": {name: map_tree(value, leaf, name) for name, value in metadata.items()},
+                "metadata": {name: map_tree(metadata[name], plain_leaf, name) for name in self._modules},
                 "rng": random_states(random_copy),
             }
 
@@ -265,10 +262,10 @@ class TrainingObjects:
             known = self._known[table.name] = RowTensors.of(table, self._optimizers)
         return known
 
-    def _find_places(self) -> _Places:
+    def _find_places(self) -> Places:
         """Where the rows' tensors are, as the last ``layout`` found them."""
         if self._places is None:
-            self._places = _Places({}, {})
+            self._places = Places({}, {})
             for name, rows in self._known.items():
                 for field, tensor in rows.tensors.items():
                     self._places.add(tensor, TablePlace(name, field, tuple(tensor.shape)))
@@ -350,62 +347,6 @@ class TrainingObjects:
                 # A StatefulDataLoader draws random numbers when it goes to its position. It does so now,
                 # before the random states are restored: the run that wrote them was past that.
                 thing.state_dict()
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """What to write in the place of a rows' tensor: found by the tensor, or else by its memory."""
-
-    by_id: dict[int, TablePlace]
-    by_memory: dict[int, tuple[Any, TablePlace]]
-
-    def add(self, tensor: Tensor, place: TablePlace) -> None:
-        """``tensor`` must live as long as this does."""
-        known = self.by_memory.setdefault(tensor.data_ptr(), (memory_key(tensor), place))
-        self.by_id[id(tensor)] = known[1] if known[0] == memory_key(tensor) else place
-
-    def find(self, tensor: Tensor) -> TablePlace | None:
-        """For the tensor, or one that shows the same memory in the same way."""
-        place = self.by_id.get(id(tensor))
-        if place is None:
-            key, other = self.by_memory.get(tensor.data_ptr(), (None, None))
-            place = other if key is not None and key == memory_key(tensor) else None
-        return place
-
-
-def _state_of(thing: Any) -> Any:
-    plain = isinstance(thing, nn.Module) and type(thing).state_dict is nn.Module.state_dict
-    if plain and "state_dict" not in vars(thing):
-        # With the parameters themselves, not with views of them made for the occasion, which cost time twice.
-        return thing.state_dict(keep_vars=True)
-    return thing.state_dict()
-
-
-_ATOMS = {int, float, bool, str, bytes, type(None), complex}
-
-
-def _copied(value: Any, places: _Places) -> Any:
-    """A copy of a state that training cannot change any more; rows' tensors are only named.
-
-    What is not plain data is passed on as it is, for whoever turns the copy into a tree to refuse.
-    """
-    kind = type(value)
-    copied: Any = value
-    if kind in _ATOMS:
-        return value
-    if kind is Tensor or kind is nn.Parameter:
-        if value.layout == torch.strided and not value.is_meta:
-            place = places.find(value)
-            copied = place if place is not None else value.clone()
-    elif isinstance(value, dict):
-        copied = {k: _copied(v, places) for k, v in value.items()}
-        if kind is Counter:
-            copied = Counter(copied)
-    elif kind is list or kind is tuple:
-        copied = kind([_copied(v, places) for v in value])
-    elif isinstance(value, np.ndarray | set):
-        copied = value.copy()
-    return copied
 
 
 def _holds(group: Mapping[str, Any], weight: Tensor) -> bool:

@@ -414,3 +414,13 @@ def bloom_count(words, probes, ids):
             bits >>= np.uint64(9)
         found += hit
     return found
+
+
+@njit(cache=True, nogil=True)
+def copy_ranges(addresses, sizes, out):
+    """Copy sizes[i] bytes from each memory address, one range behind the other."""
+    at = 0
+    for i in range(addresses.shape[0]):
+        if sizes[i]:
+            out[at : at + sizes[i]] = carray(_pointer(addresses[i]), sizes[i], np.uint8)
+            at += sizes[i]

@@ -1,0 +1,176 @@
+"""States that are copied by plan are those that ``state_dict()`` gives, whatever was done in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from holdfast.checkpoint.dense import TablePlace
+from holdfast.checkpoint.torch_capture import Capturer, Places
+from holdfast.kernels.rows import copy_ranges
+
+
+class Net(nn.Module):
+    """A table, dense layers, a buffer that is counted up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(6, 3)
+        self.layer = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(self.table(ids)))  # type: ignore[no-any-return]
+
+
+class Run:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.optimizer = torch.optim.Adagrad(self.net.parameters(), lr=0.1)
+        self.places = Places({}, {})
+        weight = self.net.table.weight
+        self.places.add(weight, TablePlace("t", "weight", tuple(weight.shape)))
+        self.capturers = [Capturer("net", self.net), Capturer("optim", self.optimizer)]
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(torch.tensor([[1, 2], [3, 4]])).square().sum().backward()
+        self.optimizer.step()
+
+    def check(self) -> None:
+        """What is captured now is what is captured by somebody who has never done it before."""
+        for mine, thing, name in zip(
+            self.capturers, (self.net, self.optimizer), ("net", "optim"), strict=True
+        ):
+            found, metadata = mine.capture(self.places)
+            expected, other = Capturer(name, thing).capture(self.places)
+            assert found() == expected()
+            assert metadata == other
+
+    def has_plans(self) -> list[bool]:
+        return [c._plan is not None and c._plan.holds(self.places) for c in self.capturers]
+
+
+def set_lr(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.01
+
+
+def load(run: Run) -> None:
+    state = run.optimizer.state_dict()
+    for inner in state["state"].values():
+        inner["sum"] = inner["sum"] + 1
+    run.optimizer.load_state_dict(state)
+
+
+def add_group(run: Run) -> None:
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 3.0})
+
+
+def replace_parameter(run: Run) -> None:
+    run.net.layer.weight = nn.Parameter(torch.ones(2, 3))
+
+
+def replace_layer(run: Run) -> None:
+    run.net.layer = nn.Linear(3, 2)
+
+
+def other_memory(run: Run) -> None:
+    run.net.layer.weight.data = torch.full((2, 3), 5.0)
+
+
+def other_shape(run: Run) -> None:
+    run.net.norm.running_mean.resize_(1)  # type: ignore[union-attr]
+
+
+def rename(run: Run) -> None:
+    run.net._modules["renamed"] = run.net._modules.pop("norm")
+
+
+def hook(run: Run) -> None:
+    def add(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["extra"] = torch.ones(1)
+
+    run.net._register_state_dict_hook(add)  # type: ignore[no-untyped-call]
+
+
+def optimizer_hook(run: Run) -> None:
+    run.optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
+
+
+def new_buffer(run: Run) -> None:
+    run.net.register_buffer("more", torch.ones(2))
+
+
+def odd_state(run: Run) -> None:
+    run.optimizer.state[run.net.layer.bias]["count"] = 7
+
+
+def replace_state(run: Run) -> None:
+    run.optimizer.state[run.net.layer.bias] = {"step": torch.ones(()), "sum": torch.ones(2)}
+
+
+CHANGES: list[Callable[[Run], None]] = [
+    set_lr, load, add_group, replace_parameter, replace_layer, other_memory, other_shape, rename, hook,
+    optimizer_hook, new_buffer, odd_state, replace_state,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_plan_notices_what_was_changed(change: Callable[[Run], None]) -> None:
+    run = Run()
+    for _ in range(3):
+        run.train()
+        run.check()
+    assert run.has_plans() == [True, True]
+    change(run)
+    run.check()
+    run.check()
+
+
+def test_what_was_captured_does_not_change_any_more() -> None:
+    run = Run()
+    run.train()
+    run.check()
+    captured = [c.capture(run.places)[0] for c in run.capturers]
+    expected = [c() for c in captured]
+    before = [str(e) for e in expected]
+    run.train()
+    set_lr(run)
+    assert [str(c()) for c in captured] == before
+    assert [c.capture(run.places)[0]() for c in run.capturers] != expected
+
+
+def test_what_changes_every_time_gets_no_plan_after_a_while() -> None:
+    run = Run()
+    for _ in range(5):
+        load(run)
+        run.train()
+        run.check()
+    assert run.has_plans()[1] is False
+
+
+def test_states_of_other_kinds_have_no_plan() -> None:
+    class Odd(nn.Linear):
+        def state_dict(self, *arguments: Any, **named: Any) -> Any:
+            return {"x": 1}
+
+    for thing in (Odd(1, 1), nn.Sequential(Odd(1, 1)), torch.optim.lr_scheduler.StepLR(Run().optimizer, 3)):
+        capturer = Capturer("thing", thing)
+        capturer.capture(Places({}, {}))
+        assert capturer._plan is None
+
+
+def test_ranges_are_copied_one_behind_the_other() -> None:
+    random = np.random.default_rng(0)
+    parts = [random.integers(0, 256, n).astype(np.uint8) for n in (3, 0, 64, 1, 1000)]
+    out = np.full(sum(map(len, parts)) + 1, 7, np.uint8)
+    addresses = np.array([p.ctypes.data for p in parts], np.int64)
+    copy_ranges(addresses, np.array([len(p) for p in parts]), out)
+    assert np.array_equal(out[:-1], np.concatenate(parts))
+    assert out[-1] == 7
