@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import holdfast as hf
 from holdfast.checkpoint.background import computed_ahead
@@ -21,6 +23,7 @@ from holdfast.checkpoint.records import Field, Group, Rows, make_groups
 from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.verify import verify_versions
+from holdfast.cli import app
 from holdfast.events import EventLog, read_events
 from tests.checkpoint.test_checkpointer import STRATEGIES, Run
 
@@ -404,3 +407,19 @@ def test_a_share_of_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list(encoder.blocks(snapshot, share=0.25))) == 1
     assert slept == [3.0]
     assert dataclasses.asdict(hf.Policy(background_share=0.25))["background_share"] == 0.25
+
+
+def test_tools_show_bits_and_export_floats(tmp_path: Path) -> None:
+    run = Tables()
+    store, out = str(tmp_path / "store"), str(tmp_path / "out.safetensors")
+    with hf.Checkpointer(store, run.objects, hf.Policy(quantize=4, quantize_state=16)) as ckpt:
+        for step in range(3):
+            run.change(ckpt)
+            ckpt.save(step)
+    shown = CliRunner().invoke(app, ["ckpt", "show", store], env={"COLUMNS": "200"})
+    assert "weight 24×F32 in 4 bits, optim.sum 24×F32 in 16 bits" in shown.stdout
+    for command in (["verify", store], ["restore", store, "--out", out]):
+        assert CliRunner().invoke(app, ["ckpt", *command]).exit_code == 0
+    state = load_file(out)
+    found = {n: (state[f"model.{n}.weight"], state[f"model.{n}.weight.optim.sum"]) for n in ("a", "b")}
+    assert assert_close(run.state(), found, {"quantize": 4, "quantize_state": 16}) > 0

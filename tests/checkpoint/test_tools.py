@@ -82,7 +82,7 @@ def test_what_a_version_is_made_of(tmp_path: Path, store: Store) -> None:
     found = describe_version(store, 4)
     assert (found.version, found.step, found.era, found.kind) == (4, 3, 1, "increment")
     assert [t.rows for t in found.tables] == list(ROWS)
-    assert found.tables[0].fields == (("weight", "F32", 4), ("optim0.sum", "F32", 4))
+    assert found.tables[0].fields == (("weight", "F32", 4, None), ("optim0.sum", "F32", 4, None))
     assert {f.kind for f in found.files} >= {"baseline", "history", "dense"}
     assert any(0 < f.needed_pieces < f.pieces for f in found.files)
     assert found.bytes_to_restore == list_versions(store).versions[3].bytes_to_restore

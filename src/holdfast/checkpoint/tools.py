@@ -79,11 +79,12 @@ class FileUse:
 
 @dataclass(frozen=True, slots=True)
 class TableLine:
-    """A table of a version; fields are (name, dtype, elements in a row)."""
+    """A table of a version; ``bytes`` are those of all its rows as they are stored."""
 
     name: str
     rows: int
-    fields: tuple[tuple[str, str, int], ...]
+    fields: tuple[tuple[str, str, int, int | None], ...]
+    """Name, type, width and, if they are quantized, bits."""
     bytes: int
 
 
@@ -168,10 +169,13 @@ def describe_version(store: Store, version: int | None = None) -> Description:
             TableLine(
                 name=table.name,
                 rows=table.rows,
-                fields=tuple((f.name, f.dtype, f.width) for f in group.fields),
+                fields=tuple(
+                    (f.name, f.dtype, f.width, f.codec.bits if f.codec else None) for f in group.fields
+                ),
                 bytes=table.rows * group.record_bytes,
             )
-            for group in reader.groups
+            for group in reader.stored_groups
+            if group.raw_rows_of is None
             for table in group.tables
         )
     return Description(

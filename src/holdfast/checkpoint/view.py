@@ -84,7 +84,10 @@ def show_description(found: Description, console: Console) -> None:
         console.print(plain(f"{name:<12}{fact}"), soft_wrap=True)
     tables = _table("table", "rows", "bytes", "fields", title="Tables", left={"fields"})
     for line in found.tables:
-        fields = ", ".join(f"{name} {width}×{dtype}" for name, dtype, width in line.fields)
+        fields = ", ".join(
+            f"{name} {width}×{dtype}" + (f" in {bits} bits" if bits else "")
+            for name, dtype, width, bits in line.fields
+        )
         tables.add_row(plain(line.name), f"{line.rows:,}", size(line.bytes), plain(fields))
     console.print()
     console.print(tables)
