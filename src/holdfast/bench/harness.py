@@ -26,6 +26,7 @@ from rich.table import Table
 from holdfast.errors import ConfigError
 
 BENCHES = {
+    "bandwidth": "quantized increments against full checkpoints: bytes written and stored",
     "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
 }
