@@ -3,9 +3,9 @@
 The trace is that of Check-N-Run's Figure 8: a checkpoint an interval, the first a full version; in each
 interval a quarter of all rows is touched, the popular ones again and again, so that after ten intervals a
 little more than half of them has been touched at least once. Tables have dim 64, with row-wise Adagrad (one
-word of state a row) and, beside it, with Adagrad (64 words). Rows start as small normals and are moved a little
-whenever they are touched; a step of training would cost the same whatever the checkpoints are, and is left
-out. The store keeps one version.
+word of state a row) and, beside it, with Adagrad (64 words). Rows start as small normals and are moved a
+little whenever they are touched; a step of training would cost the same whatever the checkpoints are, and
+is left out. The store keeps one version.
 
 What is written is every byte that is handed to the store: rows, ids, state, headers, dense part, manifests,
 and what is rewritten to tidy up. What is stored is counted in three ways, each the same for both sides:
@@ -22,20 +22,22 @@ count for each checkpoint. All bytes are the same on every machine, but for a fe
 
 from __future__ import annotations
 
+import itertools
+import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from holdfast.bench.harness import Report
+from holdfast.bench.harness import Report, Spread, interleave
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.api import Checkpointer
 from holdfast.checkpoint.encoding import choose_bits
@@ -44,7 +46,9 @@ from holdfast.checkpoint.records import WEIGHT
 from holdfast.checkpoint.restore import open_version
 from holdfast.models.recommender import EmbeddingTables
 from holdfast.options import AutoBits, Chunked, Differential, Full, Policy, Strategy
+from holdfast.training.config import load
 from holdfast.training.optimizers import RowWiseAdagrad
+from holdfast.training.trainer import Trainer
 
 DIM = 64
 RESTORES = (1, 3, 20, 100)
@@ -58,15 +62,44 @@ _PARTS = (0.5, 0.25, 0.125, 0.125)
 _STATE = "sum"
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A part of the table: figures' prefix, optimizer, bits of its state, and for which restores."""
+
+    prefix: str
+    optimizer: str
+    state_bits: Literal[8, 16] | None
+    restores: Sequence[int]
+
+
+_ENDS = (RESTORES[0], RESTORES[-1])
+SETTINGS = (
+    Setting("", "rowwise", None, RESTORES),
+    Setting("state16.", "rowwise", 16, _ENDS),
+    Setting("adagrad.", "adagrad", None, RESTORES),
+    Setting("adagrad.state8.", "adagrad", 8, _ENDS),
+)
+
+
 def run(report: Report) -> None:
     """All strategies, bits and optimizers; then what it costs training."""
     if report.quick:
-        measure(report, rows=48_000, checkpoints=CHECKPOINTS)
+        measure(
+            report, rows=24_000, settings=[SETTINGS[0], *(replace(s, restores=(1,)) for s in SETTINGS[1:])]
+        )
+        measure_slowdown(report, rows=60_000, seconds=0.5, rounds=2)
     else:
-        measure(report, rows=400_000, checkpoints=CHECKPOINTS)
+        measure(report, rows=200_000)
+        measure_slowdown(report, rows=400_000, seconds=2.0, rounds=7)
 
 
-def measure(report: Report, *, rows: int, checkpoints: int) -> None:
+def measure(
+    report: Report,
+    *,
+    rows: int,
+    checkpoints: int = CHECKPOINTS,
+    settings: Sequence[Setting] = SETTINGS,
+) -> None:
     """Bytes of each strategy over the same trace, as multiples of what full versions take."""
     trace = Trace(rows, checkpoints)
     report.settings.update(
@@ -78,38 +111,40 @@ def measure(report: Report, *, rows: int, checkpoints: int) -> None:
     report.figure("trace.touched.1", unions[0], "share of the rows after one interval")
     if checkpoints > 10:
         report.figure("trace.touched.10", unions[9], "after ten, each counted once")
-    for prefix, optimizer, state_bits in (
-        ("", "rowwise", None), ("state16.", "rowwise", 16), ("adagrad.", "adagrad", None),
-        ("adagrad.state8.", "adagrad", 8),
-    ):  # fmt: skip
-        full = _play(trace, optimizer, Policy(strategy=Full(), keep=1), checkpoints=3)
-        # Of state in fewer bits, the ends of the scale tell enough.
-        for restores in RESTORES if state_bits is None else (RESTORES[0], RESTORES[-1]):
-            auto = AutoBits(expected_restores=restores)
-            for name, strategy in (("differential", Differential()), ("chunked", Chunked())):
-                policy = Policy(strategy=strategy, keep=1, quantize=auto, quantize_state=state_bits)  # type: ignore[arg-type]
-                ours = _play(trace, optimizer, policy)
-                _compare(report, f"{prefix}{name}.{restores}", full, ours)
-                if (name, prefix, restores) == ("differential", "", 1):
-                    report.figure(
-                        "metadata_share.2.dim64", ours.metadata_share, "ids and grids / an increment"
-                    )
+    strategies: dict[str, Strategy] = {
+        "differential": Differential(),
+        "chunked": Chunked(),
+        # Tidies after each version: writes more, stores less.
+        "chunked_each": Chunked(round_versions=1),
+    }
+    for setting in settings:
+        full = _play(trace, setting.optimizer, Policy(strategy=Full(), keep=1), checkpoints=3)
+        for restores, (name, strategy) in itertools.product(setting.restores, strategies.items()):
+            if name == "chunked_each" and (setting.prefix or restores not in _ENDS):
+                continue
+            policy = Policy(
+                strategy=strategy,
+                keep=1,
+                quantize=AutoBits(expected_restores=restores),
+                quantize_state=setting.state_bits,
+            )
+            ours = _play(trace, setting.optimizer, policy)
+            _compare(report, f"{setting.prefix}{name}.{restores}", full, ours)
+            if name == "differential" and ours.bits == 2 and not setting.prefix:
+                report.figure(
+                    "metadata_share.2.dim64", ours.metadata_share, "ids and grids / bytes of an increment"
+                )
 
 
 def _compare(report: Report, name: str, full: Usage, ours: Usage) -> None:
     per_full = full.per_save[-1]
     written = per_full * len(ours.per_save) / sum(ours.per_save)
-    note = f"{choose_text(ours)}, {ours.baselines} full versions"
+    note = f"{ours.bits} bits, {ours.baselines} full of {len(ours.per_save)} versions"
     report.figure(f"{name}.written_over", written, note)
     report.figure(f"{name}.stored_over", max(full.needed) / max(ours.needed))
     report.figure(f"{name}.listed_over", max(full.listed) / max(ours.listed))
     report.figure(f"{name}.moment_over", full.moment / ours.moment)
     report.raw[name] = {"full": full, "ours": ours}
-
-
-def choose_text(usage: Usage) -> str:
-    """The bits of a run, for people."""
-    return f"{usage.bits} bits" if usage.bits else "raw"
 
 
 class Trace:
@@ -318,3 +353,76 @@ def _check_restore(
     state_error = {None: 0.0, 16: 2**-8, 8: 0.045}[policy.quantize_state]
     for true, found in zip(one.states, other.states, strict=True):
         assert torch.allclose(found, true, rtol=state_error, atol=0)
+
+
+def measure_slowdown(report: Report, *, rows: int, seconds: float, rounds: int) -> None:
+    """How much slower steps get while a version is quantized behind their back, and the CPU that it takes.
+
+    Everything runs on one core, so that what one side takes the other lacks. Steps are timed from when
+    ``save`` has returned until the version is durable.
+    """
+    report.settings.update(slowdown_rows=rows, slowdown_rounds=rounds, slowdown_bits=4)
+    with _one_core():
+        trainer = Trainer(
+            load(None, ["data.samples=1000000000", "data.max_rows=10000", "batch_size=256", "threads=1"])
+        )
+        trace = Trace(rows, 1)
+        for name, share in (("background", 1.0), ("background.share25", 0.25)):
+            with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+                one = Run(trace, "rowwise")
+                policy = Policy(strategy=Full(), keep=1, quantize=4, background_share=share)
+                with Checkpointer(folder, one.objects, policy) as checkpointer:
+                    _slowdown(report, name, trainer, checkpointer, seconds, rounds)
+
+
+def _slowdown(
+    report: Report, name: str, trainer: Trainer, checkpointer: Checkpointer, seconds: float, rounds: int
+) -> None:
+    cpu_shares: list[float] = []
+
+    def alone() -> float:
+        started = time.perf_counter()
+        return _steps_per_second(trainer, lambda: time.perf_counter() - started < seconds)
+
+    def beside() -> float:
+        done = len(checkpointer.reports)
+        checkpointer.save(done)
+        started, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
+        speed = _steps_per_second(trainer, lambda: len(checkpointer.reports) == done)
+        # Training computes in this thread alone: what the others took is the save's.
+        others = (time.process_time() - process) - (time.thread_time() - thread)
+        cpu_shares.append(others / (time.perf_counter() - started))
+        checkpointer.wait()
+        return speed
+
+    sides = {"alone": alone, "beside": beside}
+    interleave(sides, 1)  # compiles and allocates
+    cpu_shares.clear()
+    speeds = interleave(sides, rounds)
+    slowdowns = [1 - b / a for a, b in zip(speeds["alone"], speeds["beside"], strict=True)]
+    report.raw[name] = {"steps_per_second": speeds, "cpu_shares": cpu_shares}
+    report.figure(f"{name}.slowdown_percent", Spread.of([100 * s for s in slowdowns]), "of steps/s, one core")
+    report.figure(f"{name}.cpu_percent", Spread.of([100 * s for s in cpu_shares]), "of the core, by the save")
+    over = [s / c for s, c in zip(slowdowns, cpu_shares, strict=True)]
+    report.figure(f"{name}.step_slowdown_over_cpu", Spread.of(over), "1: as much as it takes")
+
+
+def _steps_per_second(trainer: Trainer, goes_on: Callable[[], bool]) -> float:
+    started, steps = time.perf_counter(), 0
+    while goes_on() or not steps:
+        trainer.advance(1)
+        steps += 1
+    return steps / (time.perf_counter() - started)
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Keep this thread, and those that it starts, on one core, where the system can."""
+    threads = torch.get_num_threads()
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
