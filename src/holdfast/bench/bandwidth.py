@@ -89,8 +89,8 @@ def run(report: Report) -> None:
         )
         measure_slowdown(report, rows=60_000, seconds=0.5, rounds=2)
     else:
-        measure(report, rows=200_000)
-        measure_slowdown(report, rows=400_000, seconds=2.0, rounds=7)
+        measure(report, rows=120_000)
+        measure_slowdown(report, rows=200_000, seconds=1.0, rounds=7)
 
 
 def measure(
@@ -351,8 +351,8 @@ def _check_restore(
         usage.largest_error_in_steps = max(usage.largest_error_in_steps, float(steps.max()))
     assert usage.largest_error_in_steps <= 1.001
     state_error = {None: 0.0, 16: 2**-8, 8: 0.045}[policy.quantize_state]
-    for true, found in zip(one.states, other.states, strict=True):
-        assert torch.allclose(found, true, rtol=state_error, atol=0)
+    for state, restored in zip(one.states, other.states, strict=True):
+        assert torch.allclose(restored, state, rtol=state_error, atol=0)
 
 
 def measure_slowdown(report: Report, *, rows: int, seconds: float, rounds: int) -> None:
