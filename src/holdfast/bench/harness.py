@@ -26,7 +26,9 @@ from rich.table import Table
 from holdfast.errors import ConfigError
 
 BENCHES = {
+    "bandwidth": "quantized increments against full checkpoints: bytes written and stored",
     "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
+    "quantize-accuracy": "AUC lost by restores from quantized checkpoints, by bits and restores",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
 }
 
