@@ -32,7 +32,7 @@ METHODS: dict[str, int] = {
     "adaptive": kernels.ADAPTIVE,
 }
 DEFAULT_BINS = {2: 25, 3: 25, 4: 45, 8: 45}
-DEFAULT_RATIOS = {2: 0.5, 3: 0.2, 4: 0.2, 8: 0.05}
+DEFAULT_RATIOS = {2: 0.5, 3: 0.2, 4: 0.1, 8: 0.05}
 _EVERY = np.empty(0, np.int64)
 _SAMPLED_ROWS = 65_536
 _MOST_BINS = 10_000

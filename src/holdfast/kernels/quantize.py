@@ -53,10 +53,11 @@ from holdfast.kernels.lanes import (
     write32,
     write64,
 )
-from holdfast.kernels.quantize_search import losses, only_allowed, search
+from holdfast.kernels.quantize_search import WITHIN_STORED, losses, only_allowed, search
 from holdfast.kernels.rows import _pointer
 
 SYMMETRIC, ASYMMETRIC, ADAPTIVE = 0, 1, 2
+
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -196,21 +197,18 @@ def _found_grids(t, width, lows, highs, zeros, parts, scales, found, grid, bits)
     levels = (1 << bits) - 1
     top = splat(np.float32(levels))
     extents = highs - lows
-    t_low, t_scale, mean_code, mean_t = found
+    t_low, t_scale, mean_code = found
     new_scales = _stored_scales(t_scale * extents, grid)
+    # Where the scale is rounded, the low end moves so that the grid stays where it was on the average.
+    t_low = t_low + (t_scale - new_scales / extents) * mean_code
     t_scale = new_scales / extents
-    new_parts = lows
-    if grid == 32:
-        new_zeros = lows + t_low * extents
-    else:
-        # Once the scale is rounded, the zero is fitted anew to the codes: so that costs next to nothing.
-        half = splat(np.float32(0.5))
-        t_low = half + mean_t - t_scale * (mean_code + top * half)
-        new_parts = _zeros_in_parts(lows + t_low * extents, new_scales, bits)
+    new_zeros = new_parts = lows + t_low * extents
+    if grid == 16:
+        new_parts = _zeros_in_parts(new_zeros, new_scales, bits)
         new_zeros = _zeros_of_parts(new_parts, new_scales, bits)
     t_low = (new_zeros - lows) / extents
     plain = losses(t, width, (zeros - lows) / extents, scales / extents, top)
-    loss = only_allowed(losses(t, width, t_low, t_scale, top), t_low, t_scale, levels)
+    loss = only_allowed(losses(t, width, t_low, t_scale, top), t_low, t_scale, levels, WITHIN_STORED)
     return (
         where_less(loss, plain, new_zeros, zeros),
         where_less(loss, plain, new_parts, parts),
