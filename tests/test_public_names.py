@@ -31,6 +31,7 @@ def test_public_names() -> None:
         "ObjectMissing",
         "PNN",
         "Policy",
+        "QuantizedRows",
         "Reader",
         "Recommender",
         "SaveFailed",
@@ -42,6 +43,7 @@ def test_public_names() -> None:
         "UnsupportedState",
         "WrongReaderState",
         "__version__",
+        "quantize",
     ]
 
 

@@ -56,6 +56,10 @@ from holdfast.kernels.lanes import (
 from holdfast.kernels.quantize_search import WITHIN_STORED, losses, only_allowed, search
 from holdfast.kernels.rows import _pointer
 
+# Numba keeps what it compiled of this file until the file changes. So it must change with those that it
+# is built with: a test compares their checksums.
+BUILT_WITH = {"dequantize": "95f9f4393b3b", "lanes": "f4a7f21d8c5d", "quantize_search": "fde8fccd7221"}
+
 SYMMETRIC, ASYMMETRIC, ADAPTIVE = 0, 1, 2
 
 
