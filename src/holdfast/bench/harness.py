@@ -27,6 +27,7 @@ from holdfast.errors import ConfigError
 
 BENCHES = {
     "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
+    "quantize": "row codecs beside torch's, fbgemm's and k-means: loss, rows/s, bytes",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
 }
 

@@ -26,7 +26,7 @@ Floats2D: TypeAlias = NDArray[np.float32]
 Flags: TypeAlias = NDArray[np.bool_]
 Method = Literal["symmetric", "asymmetric", "adaptive"]
 
-METHODS: dict[str, int] = {
+METHODS: dict[Method, int] = {
     "symmetric": kernels.SYMMETRIC,
     "asymmetric": kernels.ASYMMETRIC,
     "adaptive": kernels.ADAPTIVE,
@@ -106,9 +106,10 @@ class UniformCodec:
         raw = np.empty(len(values), np.bool_)
         places = (*_rows(values, np.float32, "values"), *_stored(self, out, values))
         rows, width = values.shape
+        assert self.method is not None  # __post_init__ has filled it in
         kernels.encode_uniform(
             *places, rows, width,
-            self.bits, self.grid_bits, METHODS[self.method or ""], self.num_bins, self.moves, raw,
+            self.bits, self.grid_bits, METHODS[self.method], self.num_bins, self.moves, raw,
         )  # fmt: skip
         return raw
 
