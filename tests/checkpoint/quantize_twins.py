@@ -28,10 +28,10 @@ def unpack(stored: Bytes, width: int, bits: int) -> NDArray[np.int64]:
 
 
 def stored_scale(scale: Floats, grid: int) -> Floats:
-    """To nine significant bits: half of what is cut off is added before."""
+    """To ten significant bits: half of what is cut off is added before."""
     if grid == 32:
         return scale
-    return ((scale.view(np.uint32) + np.uint32(0x4000)) & np.uint32(0xFFFF8000)).view(np.float32)
+    return ((scale.view(np.uint32) + np.uint32(0x2000)) & np.uint32(0xFFFFC000)).view(np.float32)
 
 
 def stored_zero(zero: Floats, scale: Floats, bits: int, grid: int) -> tuple[Floats, Floats]:
@@ -75,7 +75,8 @@ def encode_uniform(values: Floats, bits: int, grid: int, method: str, bins: int,
     codes = pack(codes_of(values, zero, scale, int(levels)).astype(np.int64), bits)
     if grid == 32:
         return np.concatenate([np.stack([scale, zero], 1).astype("<f4").view(np.uint8), codes], 1)
-    header = np.stack([scale.view(np.uint32) >> 15, parts.astype(np.int64) & 0xFFFF], 1)
+    exponent_and_mantissa = (scale.view(np.uint32) >> 14) - (64 << 9)
+    header = np.stack([exponent_and_mantissa, parts.astype(np.int64) & 0xFFFF], 1)
     return np.concatenate([header.astype("<u2").view(np.uint8), codes], 1)
 
 
@@ -86,7 +87,7 @@ def decode_uniform(stored: Bytes, width: int, bits: int, grid: int) -> Floats:
         scale, zero = stored[:, :8].copy().view("<f4").T
         return np.asarray(codes * scale[:, None] + zero[:, None], np.float32)
     words = stored[:, :4].copy().view("<u2")
-    scale = (words[:, 0].astype(np.uint32) << 15).view(np.float32)
+    scale = (words[:, 0].astype(np.uint32) + np.uint32(64 << 9) << np.uint32(14)).view(np.float32)
     zero = words[:, 1].astype(np.int16) / np.float32(2 ** FRACTION[bits])
     return np.asarray((codes + zero[:, None]) * scale[:, None], np.float32)
 

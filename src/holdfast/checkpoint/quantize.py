@@ -48,9 +48,9 @@ class UniformCodec:
 
     Args:
         bits: 2, 3, 4 or 8.
-        grid_bits: how scale and zero are stored. 16: the scale with 9 significant bits, the zero in
-            fractions of a step, within ±43 (2 bits) to ±8 (8 bits) times the row's extent; rows further
-            from zero than that are raw. 32: both as float32.
+        grid_bits: how scale and zero are stored. 16: the scale with 10 significant bits, from 2**-63 to
+            2**64; the zero in fractions of a step, within ±43 (2 bits) to ±8 (8 bits) times the row's
+            extent; rows for which that is not enough are raw. 32: both as float32.
         method: how the grid is chosen: "symmetric" to zero, "asymmetric" from the row's least to its
             greatest value, "adaptive" by search for the least error. By default adaptive up to 4 bits,
             asymmetric for 8.
