@@ -32,6 +32,7 @@ def test_public_names() -> None:
         "ObjectMissing",
         "PNN",
         "Policy",
+        "QuantizedRows",
         "Reader",
         "Recommender",
         "SaveFailed",
@@ -43,6 +44,7 @@ def test_public_names() -> None:
         "UnsupportedState",
         "WrongReaderState",
         "__version__",
+        "quantize",
     ]
 
 

@@ -32,6 +32,7 @@ from holdfast.options import AutoBits, Chunked, Differential, Full, Incremental,
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.api import Checkpointer
+    from holdfast.checkpoint.quantized import QuantizedRows, quantize
     from holdfast.data.criteo import Criteo
     from holdfast.data.reader import Batch, Reader
     from holdfast.data.synthetic import Synthetic
@@ -47,9 +48,11 @@ _HOMES = {
     "DLRM": "holdfast.models.dlrm",
     "DeepFM": "holdfast.models.deepfm",
     "PNN": "holdfast.models.pnn",
+    "QuantizedRows": "holdfast.checkpoint.quantized",
     "Reader": "holdfast.data.reader",
     "Recommender": "holdfast.models.recommender",
     "Synthetic": "holdfast.data.synthetic",
+    "quantize": "holdfast.checkpoint.quantized",
 }
 
 __all__ = [
@@ -75,6 +78,7 @@ __all__ = [
     "NoSuchVersion",
     "ObjectMissing",
     "Policy",
+    "QuantizedRows",
     "Reader",
     "Recommender",
     "SaveFailed",
@@ -86,6 +90,7 @@ __all__ = [
     "UnsupportedState",
     "WrongReaderState",
     "__version__",
+    "quantize",
 ]
 
 

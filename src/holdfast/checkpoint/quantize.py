@@ -29,13 +29,13 @@ Method = Literal["symmetric", "asymmetric", "adaptive"]
 
 CODED_DTYPES = ("F32", "F16", "BF16")
 """Types of elements that a codec can store."""
-METHODS: dict[str, int] = {
+METHODS: dict[Method, int] = {
     "symmetric": kernels.SYMMETRIC,
     "asymmetric": kernels.ASYMMETRIC,
     "adaptive": kernels.ADAPTIVE,
 }
 DEFAULT_BINS = {2: 25, 3: 25, 4: 45, 8: 45}
-DEFAULT_RATIOS = {2: 0.5, 3: 0.2, 4: 0.2, 8: 0.05}
+DEFAULT_RATIOS = {2: 0.5, 3: 0.2, 4: 0.1, 8: 0.05}
 _EVERY = np.empty(0, np.int64)
 _SAMPLED_ROWS = 65_536
 _MOST_BINS = 10_000
@@ -51,9 +51,9 @@ class UniformCodec:
 
     Args:
         bits: 2, 3, 4 or 8.
-        grid_bits: how scale and zero are stored. 16: the scale with 9 significant bits, the zero in
-            fractions of a step, within ±43 (2 bits) to ±8 (8 bits) times the row's extent; rows further
-            from zero than that are raw. 32: both as float32.
+        grid_bits: how scale and zero are stored. 16: the scale with 10 significant bits, from 2**-63 to
+            2**64; the zero in fractions of a step, within ±43 (2 bits) to ±8 (8 bits) times the row's
+            extent; rows for which that is not enough are raw. 32: both as float32.
         method: how the grid is chosen: "symmetric" to zero, "asymmetric" from the row's least to its
             greatest value, "adaptive" by search for the least error. By default adaptive up to 4 bits,
             asymmetric for 8.
@@ -109,9 +109,10 @@ class UniformCodec:
         raw = np.empty(len(values), np.bool_)
         places = (*_rows(values, np.float32, "values"), *_stored(self, out, values))
         rows, width = values.shape
+        assert self.method is not None  # __post_init__ has filled it in
         kernels.encode_uniform(
             *places, rows, width,
-            self.bits, self.grid_bits, METHODS[self.method or ""], self.num_bins, self.moves, raw,
+            self.bits, self.grid_bits, METHODS[self.method], self.num_bins, self.moves, raw,
         )  # fmt: skip
         return raw
 

@@ -2,7 +2,8 @@
 
 A stored row, all little-endian:
 
-    grid 16   u16 scale: bits 30 to 15 of the float32; i16 zero, in steps of 2**-fraction; codes
+    grid 16   u16 scale: 7 bits of exponent, 9 of mantissa, as ``_scale_16`` reads them;
+              i16 zero, in steps of 2**-fraction; codes
     grid 32   f32 scale; f32 zero; codes
 
     value     grid 16: scale * (code + zero / 2**fraction)      grid 32: zero + scale * code
@@ -16,29 +17,33 @@ from numba import carray, njit  # type: ignore[attr-defined]
 from holdfast.kernels.lanes import (
     as_float,
     from_bytes,
-    greater,
     read8,
     read16,
     read32,
     read64,
-    smaller,
     splat,
     store,
     store_some,
 )
 from holdfast.kernels.rows import _pointer, _prefetch
 
+# Numba keeps what it compiled of this file until the file changes. So it must change with those that it
+# is built with: a test compares their checksums.
+BUILT_WITH = {"lanes": "f4a7f21d8c5d"}
+
 RAW_16 = 0xFFFF
 """A scale of grid 16 that says: this row is stored elsewhere, as it was."""
 CONSTANT_16 = 0xFFFE
 """A scale of grid 16 that says: all values are the float32 in the four bytes that follow."""
-NO_SCALE_16 = 0xFF00
+NO_SCALE_16 = 0xFE00
 """Scales of grid 16 from here on are no numbers."""
 RAW_32 = 0x7FC00000
 """A scale of grid 32 that says: this row is stored elsewhere, as it was."""
 
 LARGEST = 3.4028234663852886e38
-LEAST_EASY, MOST_EASY, FAR = 2.0**-90, 2.0**100, 2.0**15
+SCALE_OFFSET = 64 << 9
+"""The exponents of grid 16 begin at 64 of float32's: scales from 2**-63 to 2**64."""
+LEAST_EASY, MOST_EASY, FAR = 2.0**-62, 2.0**62, 2.0**15
 """Easy rows: no scale is as small, no magnitude as large, and none lies as many steps from zero."""
 
 _AHEAD = 12
@@ -54,6 +59,14 @@ _inlined = njit(
 def fraction_bits(bits):
     """Bits behind the point of a zero of grid 16: the fewer the codes, the finer it matters."""
     return 4 if bits == 8 else 10 - bits
+
+
+@_inlined
+def _scale_16(bits):
+    """The number that a scale of grid 16 is: 0 for 0, else bits 29 to 14 of a float32, moved by an offset."""
+    return (
+        as_float((bits + np.uint64(SCALE_OFFSET)) << np.uint64(14)) if bits > np.uint64(0) else np.float32(0)
+    )
 
 
 @_inlined
@@ -82,7 +95,6 @@ def _read_some(stored, size):
 def _decode_packed(stored, out, width, bits, grid, scale, zero):
     """Values of codes in float32."""
     scales, zeros = splat(scale), splat(zero)
-    limit = splat(np.float32(LARGEST))
     for block in range((width + 7) >> 3):
         at = stored + block * bits
         left = width - 8 * block
@@ -97,11 +109,7 @@ def _decode_packed(stored, out, width, bits, grid, scale, zero):
         else:
             word = read16(at) | read8(at + 2) << np.uint64(16)
         codes = from_bytes(_unpacked(word, bits))
-        if grid == 16:
-            values = (codes + zeros) * scales
-            values = smaller(greater(values, splat(np.float32(0)) - limit), limit)
-        else:
-            values = codes * scales + zeros
+        values = (codes + zeros) * scales if grid == 16 else codes * scales + zeros
         if left >= 8:
             store(out + 32 * block, values)
         else:
@@ -138,7 +146,7 @@ def _decode_row(stored, out, width, bits, grid):
         word = read32(stored)
         scale_bits = word & np.uint64(0xFFFF)
         if scale_bits < np.uint64(NO_SCALE_16):
-            scale = as_float(scale_bits << np.uint64(15))
+            scale = _scale_16(scale_bits)
             parts = np.int16(word >> np.uint64(16))
             zero = np.float32(parts) / np.float32(1 << fraction_bits(bits))
             _decode_codes(stored + 4, out, width, bits, grid, scale, zero)

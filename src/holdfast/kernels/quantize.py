@@ -23,6 +23,7 @@ from holdfast.kernels.dequantize import (
     NO_SCALE_16,
     RAW_16,
     RAW_32,
+    SCALE_OFFSET,
     decode_uniform,
     fraction_bits,
 )
@@ -53,10 +54,15 @@ from holdfast.kernels.lanes import (
     write32,
     write64,
 )
-from holdfast.kernels.quantize_search import losses, only_allowed, search
+from holdfast.kernels.quantize_search import WITHIN_STORED, losses, only_allowed, search
 from holdfast.kernels.rows import _pointer
 
+# Numba keeps what it compiled of this file until the file changes. So it must change with those that it
+# is built with: a test compares their checksums.
+BUILT_WITH = {"dequantize": "bad2b9e0f6e2", "lanes": "f4a7f21d8c5d", "quantize_search": "fde8fccd7221"}
+
 SYMMETRIC, ASYMMETRIC, ADAPTIVE = 0, 1, 2
+
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -160,7 +166,7 @@ def _stored_scales(scales, grid):
     """Scales as they are stored, of easy rows."""
     if grid == 32:
         return scales
-    return from_bits((bits_of(scales) + splat_int(np.int32(0x4000))) & splat_int(np.int32(-0x8000)))
+    return from_bits((bits_of(scales) + splat_int(np.int32(0x2000))) & splat_int(np.int32(-0x4000)))
 
 
 @_inlined
@@ -196,21 +202,18 @@ def _found_grids(t, width, lows, highs, zeros, parts, scales, found, grid, bits)
     levels = (1 << bits) - 1
     top = splat(np.float32(levels))
     extents = highs - lows
-    t_low, t_scale, mean_code, mean_t = found
+    t_low, t_scale, mean_code = found
     new_scales = _stored_scales(t_scale * extents, grid)
+    # Where the scale is rounded, the low end moves so that the grid stays where it was on the average.
+    t_low = t_low + (t_scale - new_scales / extents) * mean_code
     t_scale = new_scales / extents
-    new_parts = lows
-    if grid == 32:
-        new_zeros = lows + t_low * extents
-    else:
-        # Once the scale is rounded, the zero is fitted anew to the codes: so that costs next to nothing.
-        half = splat(np.float32(0.5))
-        t_low = half + mean_t - t_scale * (mean_code + top * half)
-        new_parts = _zeros_in_parts(lows + t_low * extents, new_scales, bits)
+    new_zeros = new_parts = lows + t_low * extents
+    if grid == 16:
+        new_parts = _zeros_in_parts(new_zeros, new_scales, bits)
         new_zeros = _zeros_of_parts(new_parts, new_scales, bits)
     t_low = (new_zeros - lows) / extents
     plain = losses(t, width, (zeros - lows) / extents, scales / extents, top)
-    loss = only_allowed(losses(t, width, t_low, t_scale, top), t_low, t_scale, levels)
+    loss = only_allowed(losses(t, width, t_low, t_scale, top), t_low, t_scale, levels, WITHIN_STORED)
     return (
         where_less(loss, plain, new_zeros, zeros),
         where_less(loss, plain, new_parts, parts),
@@ -265,7 +268,7 @@ def encode_uniform(source, source_stride, stored, stride, rows, width, bits, gri
         store(at_grids + 160, splat(np.float32(1)) / scales)
         if grid == 16:
             whole = to_ints(where_less(splat(np.float32(0)), easy, parts, easy))
-            scale_bits = bits_of(scales) >> splat_int(np.int32(15))
+            scale_bits = (bits_of(scales) >> splat_int(np.int32(14))) + splat_int(np.int32(-SCALE_OFFSET))
             store(at_headers, (whole << splat_int(np.int32(16))) | scale_bits)
         for lane in range(min(8, rows - first)):
             row = block + lane * source_stride
@@ -331,11 +334,12 @@ def _stored_grid(zero, scale, grid, bits):
     if grid == 32:
         zero_bits = as_bits(np.float32(zero))
         return scale_bits, zero_bits, np.float64(as_float(scale_bits)), np.float64(as_float(zero_bits))
-    scale_bits = min((scale_bits + np.uint64(0x4000)) >> np.uint64(15), np.uint64(NO_SCALE_16 - 1))
-    scale = np.float64(as_float(scale_bits << np.uint64(15)))
+    scale_bits = (scale_bits + np.uint64(0x2000)) >> np.uint64(14)
+    scale = np.float64(as_float(scale_bits << np.uint64(14)))
+    scale_bits -= np.uint64(SCALE_OFFSET)  # wraps around where it is too small
     unit = np.float64(1 << fraction_bits(bits))
     parts = np.floor(zero / scale * unit + 0.5) if scale > 0 else 0.0
-    if not -32768.0 <= parts <= 32767.0:
+    if not (np.uint64(0) < scale_bits < np.uint64(NO_SCALE_16) and -32768.0 <= parts <= 32767.0):
         return np.uint64(0), np.uint64(0), 0.0, 0.0
     return scale_bits, np.uint64(np.int64(parts) & 0xFFFF), scale, parts / unit * scale
 
