@@ -130,6 +130,21 @@ def load(typing_context, address):
 
 
 @intrinsic
+def prefetch(typing_context, address):
+    """Ask for a cache line that will be read soon; any address will do."""
+
+    def generate(context, builder, sig, arguments):
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        pointer = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        builder.call(function, [pointer, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def store(typing_context, address, value):
     """Eight floats or ints to an address."""
 

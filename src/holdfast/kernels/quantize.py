@@ -41,6 +41,7 @@ from holdfast.kernels.lanes import (
     lowest_each,
     magnitude_bits,
     nearest,
+    prefetch,
     read32,
     smaller,
     splat,
@@ -59,7 +60,7 @@ from holdfast.kernels.rows import _pointer
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with those that it
 # is built with: a test compares their checksums.
-BUILT_WITH = {"dequantize": "bad2b9e0f6e2", "lanes": "f4a7f21d8c5d", "quantize_search": "fde8fccd7221"}
+BUILT_WITH = {"dequantize": "6e7ed495b28f", "lanes": "0ba250c70725", "quantize_search": "fde8fccd7221"}
 
 SYMMETRIC, ASYMMETRIC, ADAPTIVE = 0, 1, 2
 
@@ -135,13 +136,14 @@ def _write_some(out, word, size):
 
 
 @_inlined
-def _write_packed(row, out, width, bits, zero, inverse):
-    """The codes of easy values, packed."""
+def _write_packed(row, out, width, bits, zero, inverse, ahead):
+    """The codes of easy values, packed. What lies ``ahead`` bytes further will be read next."""
     none = splat(np.float32(0))
     top = splat(np.float32((1 << bits) - 1))
     zeros = splat(zero)
     inverses = splat(inverse)
     for block in range(width >> 3):
+        prefetch(row + ahead + 32 * block)
         u = (load(row + 32 * block) - zeros) * inverses
         word = to_bytes(nearest(smaller(greater(u, none), top)))
         if bits == 8:
@@ -282,7 +284,7 @@ def encode_uniform(source, source_stride, stored, stride, rows, width, bits, gri
             else:
                 write32(out, as_bits(grids[4, lane]))
                 write32(out + 4, as_bits(grids[3, lane]))
-            _write_packed(row, out + header, width, bits, grids[3, lane], grids[5, lane])
+            _write_packed(row, out + header, width, bits, grids[3, lane], grids[5, lane], 8 * source_stride)
 
 
 @_helper
