@@ -12,8 +12,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 def test_the_complete_example_of_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = re.findall(r"```python\n(.*?)```", (DOCS / "checkpointing.md").read_text(), re.DOTALL)
-    (code,) = (example for example in examples if example.startswith("import"))
+    code, *others = (example for example in examples if example.startswith("import"))
     monkeypatch.chdir(tmp_path)
+    for other in others:
+        exec(compile(other, "checkpointing.md", "exec"), {"__name__": "example"})  # noqa: S102
     smaller = code.replace("100_000", "20_480").replace("200_000", "2_000").replace("50_000", "500")
     for _ in range(2):  # the second start finds that all is done
         exec(compile(smaller, "checkpointing.md", "exec"), {"__name__": "example"})  # noqa: S102
