@@ -92,7 +92,7 @@ bit_patterns = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 3, 5, 7, 8, 9
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=name)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(bit_patterns)
 @example(np.array([[0x7F7FFFFF, 0xFF7FFFFF]], np.uint32))
 @example(np.array([[0x7F7FFFFF, 0x7F7FFFFF], [0, 0], [0x80000000, 0], [1, 0x80000001]], np.uint32))
