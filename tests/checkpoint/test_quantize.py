@@ -92,7 +92,7 @@ bit_patterns = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 3, 5, 7, 8, 9
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=name)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(bit_patterns)
 @example(np.array([[0x7F7FFFFF, 0xFF7FFFFF]], np.uint32))
 @example(np.array([[0x7F7FFFFF, 0x7F7FFFFF], [0, 0], [0x80000000, 0], [1, 0x80000001]], np.uint32))
@@ -234,6 +234,19 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         codec.encode(np.zeros((3, 32), np.float32)[:, ::2], good)
     with pytest.raises(ConfigError, match="expected"):
         codec.encode(np.zeros(16, np.float32), good)
+    locked = good.copy()
+    locked.flags.writeable = False
+    with pytest.raises(ConfigError, match="read-only"):
+        codec.encode(values, locked)
+    codec.decode(locked, values)
+    values.flags.writeable = False
+    with pytest.raises(ConfigError, match="read-only"):
+        codec.decode(good, values)
+    for each in (codec, FloatCodec(), LogCodec()):
+        with pytest.raises(ConfigError, match="or more"):
+            each.is_raw(good[:, :1])
+        with pytest.raises(ConfigError, match="expected"):
+            each.decode_into(np.zeros(1, np.int64), np.array([0, 9]), 17, np.arange(3), good)
 
 
 def test_grids_of_16_bits_where_they_cost_nothing() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,3 +121,12 @@ def test_arrays_are_quantized_without_torch() -> None:
         "holdfast.quantize(numpy.ones((3, 4), numpy.float32)).dequantize(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_example_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "quantization.md", "exec"), names)  # noqa: S102
+    assert f"{float(capsys.readouterr().out):.2f}" == re.findall(r"# (0\.\d+)", example)[0]
+    assert names["back"].shape == (100_000, 64)

@@ -107,28 +107,29 @@ class UniformCodec:
     def encode(self, values: Floats2D, out: Bytes2D) -> Flags:
         """Fill ``out`` with the rows' bytes; True where a row is raw: keep that one yourself."""
         raw = np.empty(len(values), np.bool_)
-        places = (*_rows(values, np.float32, "values"), *_stored(self, out, values))
+        source = _rows(values, np.float32, "values")
         rows, width = values.shape
+        stored = _stored_for(self, out, rows, width, to_write=True)
         assert self.method is not None  # __post_init__ has filled it in
         kernels.encode_uniform(
-            *places, rows, width,
+            *source, *stored, rows, width,
             self.bits, self.grid_bits, METHODS[self.method], self.num_bins, self.moves, raw,
         )  # fmt: skip
         return raw
 
     def decode(self, stored: Bytes2D, out: Floats2D) -> None:
         """Fill ``out`` with the rows' values; those that are raw are left as they are."""
-        dequantize.decode_uniform(
-            *_stored(self, stored, out), *_rows(out, np.float32, "out"),
-            out.shape[0], out.shape[1], self.bits, self.grid_bits,
-        )  # fmt: skip
+        target = _rows(out, np.float32, "out", to_write=True)
+        rows, width = out.shape
+        source = _stored_for(self, stored, rows, width)
+        dequantize.decode_uniform(*source, *target, rows, width, self.bits, self.grid_bits)
 
     def decode_into(
         self, addresses: RowIds, firsts: RowIds, width: int, ids: RowIds, stored: Bytes2D,
         positions: RowIds = _EVERY,
     ) -> None:  # fmt: skip
         """Decode stored[p] into row ids[p] of float32 tables, numbered through as in ``scatter_rows``."""
-        rows = _rows(stored, np.uint8, "stored")
+        rows = _stored_for(self, stored, len(ids), width)
         dequantize.decode_uniform_into(
             addresses, firsts, width, ids, *rows, self.bits, self.grid_bits, positions
         )
@@ -136,8 +137,7 @@ class UniformCodec:
     def is_raw(self, stored: Bytes2D) -> Flags:
         """True where a stored row says that it is kept elsewhere."""
         raw = np.empty(len(stored), np.bool_)
-        rows, size = stored.shape
-        dequantize.find_raw(*_rows(stored, np.uint8, "stored"), rows, size, self.grid_bits, raw)
+        dequantize.find_raw(*_smallest(self, stored), len(stored), stored.shape[1], self.grid_bits, raw)
         return raw
 
     def to_json(self) -> dict[str, Any]:
@@ -168,29 +168,30 @@ class _StateCodec:
         """Fill ``out`` with the rows' bytes; True where a row is raw: keep that one yourself."""
         raw = np.empty(len(values), np.bool_)
         kernel = state_kernels.encode_bfloat16 if self.bits == 16 else state_kernels.encode_log
+        source = _rows(values, np.float32, "values")
         rows, width = values.shape
-        kernel(*_rows(values, np.float32, "values"), *_stored(self, out, values), rows, width, raw)
+        kernel(*source, *_stored_for(self, out, rows, width, to_write=True), rows, width, raw)
         return raw
 
     def decode(self, stored: Bytes2D, out: Floats2D) -> None:
         """Fill ``out`` with the rows' values; those that are raw are left as they are."""
+        target = _rows(out, np.float32, "out", to_write=True)
         rows, width = out.shape
-        state_kernels.decode_state(
-            *_stored(self, stored, out), *_rows(out, np.float32, "out"), rows, width, self.bits
-        )
+        source = _stored_for(self, stored, rows, width)
+        state_kernels.decode_state(*source, *target, rows, width, self.bits)
 
     def decode_into(
         self, addresses: RowIds, firsts: RowIds, width: int, ids: RowIds, stored: Bytes2D,
         positions: RowIds = _EVERY,
     ) -> None:  # fmt: skip
         """Decode stored[p] into row ids[p] of float32 tables, numbered through as in ``scatter_rows``."""
-        rows = _rows(stored, np.uint8, "stored")
+        rows = _stored_for(self, stored, len(ids), width)
         state_kernels.decode_state_into(addresses, firsts, width, ids, *rows, self.bits, positions)
 
     def is_raw(self, stored: Bytes2D) -> Flags:
         """True where a stored row says that it is kept elsewhere."""
         raw = np.empty(len(stored), np.bool_)
-        state_kernels.find_raw_state(*_rows(stored, np.uint8, "stored"), len(stored), raw)
+        state_kernels.find_raw_state(*_smallest(self, stored), len(stored), raw)
         return raw
 
     def to_json(self) -> dict[str, Any]:
@@ -329,7 +330,7 @@ def _int(value: int | None) -> int:
     return value
 
 
-def _rows(array: NDArray[Any], dtype: type, name: str) -> tuple[int, int]:
+def _rows(array: NDArray[Any], dtype: type, name: str, *, to_write: bool = False) -> tuple[int, int]:
     """Address and stride of rows whose values lie side by side; the kernels see no more of an array."""
     if array.ndim != 2 or array.dtype != dtype:
         raise ConfigError(
@@ -337,12 +338,25 @@ def _rows(array: NDArray[Any], dtype: type, name: str) -> tuple[int, int]:
         )
     if array.size and array.shape[1] > 1 and array.strides[1] != array.itemsize:
         raise ConfigError(f"{name} has gaps between the values of a row: copy it first")
+    if to_write and not array.flags.writeable:
+        raise ConfigError(f"{name} is read-only: expected an array to write to")
     return array.ctypes.data, array.strides[0]
 
 
-def _stored(codec: RowCodec | _StateCodec, stored: Bytes2D, values: Floats2D) -> tuple[int, int]:
-    """As ``_rows``, checked to hold as many rows as ``values`` has, of the size that they take."""
-    expected = (values.shape[0], codec.stored_bytes(values.shape[1])) if values.ndim == 2 else None
-    if stored.shape != expected:
-        raise ConfigError(f"stored rows are {stored.shape}: expected {expected} for values {values.shape}")
+def _stored_for(
+    codec: RowCodec | _StateCodec, stored: Bytes2D, rows: int, width: int, *, to_write: bool = False
+) -> tuple[int, int]:
+    """As ``_rows``, checked to hold so many rows of the size that ``width`` values take."""
+    expected = (rows, codec.stored_bytes(width))
+    if stored.shape != expected or width < 1:
+        raise ConfigError(f"stored rows are {stored.shape}: expected {expected} for {rows} rows of {width}")
+    return _rows(stored, np.uint8, "stored", to_write=to_write)
+
+
+def _smallest(codec: RowCodec | _StateCodec, stored: Bytes2D) -> tuple[int, int]:
+    """As ``_rows``, checked to be rows of one value at least."""
+    if stored.ndim != 2 or stored.shape[1] < codec.stored_bytes(1):
+        raise ConfigError(
+            f"stored rows are {stored.shape}: expected {codec.stored_bytes(1)} bytes each or more"
+        )
     return _rows(stored, np.uint8, "stored")

@@ -64,7 +64,6 @@ BUILT_WITH = {"dequantize": "6e7ed495b28f", "lanes": "0ba250c70725", "quantize_s
 
 SYMMETRIC, ASYMMETRIC, ADAPTIVE = 0, 1, 2
 
-
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _inlined = njit(
