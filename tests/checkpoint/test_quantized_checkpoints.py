@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,8 +150,8 @@ def test_a_run_goes_on_from_a_quantized_version(tmp_path: Path, strategy: Any) -
                 assert version is not None
                 truth[version] = run.state()
             if start:
-                goes_on = not isinstance(strategy, hf.Full) and not ckpt.reports[0].baseline
-                assert goes_on or isinstance(strategy, (hf.Full, hf.Differential, hf.Chunked))
+                ckpt.wait()
+                assert not ckpt.reports[0].baseline or may_write_a_baseline(strategy)
     for version, state in truth.items():
         fresh = Tables()
         with hf.Checkpointer(tmp_path, fresh.objects, policy) as ckpt:
@@ -162,6 +161,12 @@ def test_a_run_goes_on_from_a_quantized_version(tmp_path: Path, strategy: Any) -
         with open_version(store) as reader:
             assert reader.version.restores == 3
         assert verify_versions(store).good
+
+
+def may_write_a_baseline(strategy: Any) -> bool:
+    """Whether a version can hold everything though the run goes on where the last one ended."""
+    never = getattr(strategy, "reset", "") == "never" or getattr(strategy, "baseline", "") == "one-shot"
+    return not (never or isinstance(strategy, hf.Incremental))
 
 
 def test_bits_of_each_table(tmp_path: Path) -> None:
@@ -298,8 +303,7 @@ def test_other_bits_begin_a_new_era(tmp_path: Path) -> None:
         assert_close(state, fresh.state(), {"quantize": quantize})
 
 
-def test_memory_of_encoding_is_bounded(tmp_path: Path) -> None:
-    """Encoded blocks wait for a file to be written, as many as fill one; not the whole table."""
+def test_rows_are_encoded_block_by_block() -> None:
     rows = 4 * BLOCK_BYTES // (64 * 4)
     live = make_groups([("t", rows, (Field("weight", "F32", 64),))])
     values = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
@@ -406,7 +410,6 @@ def test_a_share_of_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     encoder = Encoder.plan(hf.Policy(quantize=4), 0, snapshot, live)
     assert len(list(encoder.blocks(snapshot, share=0.25))) == 1
     assert slept == [3.0]
-    assert dataclasses.asdict(hf.Policy(background_share=0.25))["background_share"] == 0.25
 
 
 def test_tools_show_bits_and_export_floats(tmp_path: Path) -> None:

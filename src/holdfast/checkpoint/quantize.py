@@ -155,6 +155,7 @@ class _StateCodec:
     bits: int
     kind: ClassVar[str] = ""
     only: ClassVar[int] = 0
+    scale_bytes: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if not _is_int(self.bits) or self.bits != self.only:
@@ -162,7 +163,7 @@ class _StateCodec:
 
     def stored_bytes(self, width: int) -> int:
         """Bytes of a stored row of ``width`` values."""
-        raise NotImplementedError
+        return self.scale_bytes + width * self.bits // 8
 
     def encode(self, values: Floats2D, out: Bytes2D) -> Flags:
         """Fill ``out`` with the rows' bytes; True where a row is raw: keep that one yourself."""
@@ -211,10 +212,6 @@ class FloatCodec(_StateCodec):
     kind: ClassVar[str] = "float"
     only: ClassVar[int] = 16
 
-    def stored_bytes(self, width: int) -> int:
-        """Bytes of a stored row of ``width`` values."""
-        return 2 * width
-
 
 @dataclass(frozen=True, slots=True)
 class LogCodec(_StateCodec):
@@ -229,10 +226,7 @@ class LogCodec(_StateCodec):
     bits: int = 8
     kind: ClassVar[str] = "log"
     only: ClassVar[int] = 8
-
-    def stored_bytes(self, width: int) -> int:
-        """Bytes of a stored row of ``width`` values."""
-        return 2 + width
+    scale_bytes: ClassVar[int] = 2
 
 
 RowCodec: TypeAlias = UniformCodec | FloatCodec | LogCodec
