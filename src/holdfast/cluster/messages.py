@@ -1,0 +1,245 @@
+"""The wire's values. A message is a small header and raw arrays (*frames*) that belong to it.
+
+Data goes between workers and servers: ``Pull`` → ``Rows``; ``Push`` (→ ``Pushed``, then ``Commit``) → ``Pushed``.
+Control is two messages, and both say how things *are*, not what to do, so that one that is lost, repeated or
+late does no harm: a node's ``Beat`` tells the supervisor where it stands, the supervisor's ``View`` tells a node how
+the job is to be. A node whose beat shows an old view gets the new one again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+Role = Literal["server", "worker", "supervisor", "launcher"]
+
+
+class Peer(Struct, frozen=True, array_like=True):
+    """A node: which slot it fills, and the how-manieth process it is to fill it.
+
+    What an older incarnation of a slot sends no longer counts once a newer one is in the view.
+    """
+
+    role: Role
+    slot: int = 0
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.slot}" if self.role in ("server", "worker") else self.role
+
+
+class Position(Struct, frozen=True, array_like=True, order=True):
+    """A batch: its epoch and its index in the stream; (0, -1) is before the first."""
+
+    epoch: int = 0
+    index: int = -1
+
+
+class Part(Struct, frozen=True, array_like=True):
+    """Some rows of one group; the frames hold their places at the server (uint32) and their values."""
+
+    group: int
+    rows: int
+
+
+class Pull(Struct, frozen=True, array_like=True, tag="pull"):
+    """Worker → server: the weights of these rows. Frames: each part's places. Asking twice does no harm."""
+
+    request: int
+    parts: tuple[Part, ...]
+
+
+class Rows(Struct, frozen=True, array_like=True, tag="rows"):
+    """The answer. Frames: each part's weights, float32 [rows, dim].
+
+    ``not_installed`` names groups whose first values have not come yet: of those there is no frame.
+    """
+
+    request: int
+    parts: tuple[Part, ...]
+    not_installed: tuple[int, ...] = ()
+
+
+class Install(Struct, frozen=True, array_like=True, tag="install"):
+    """Worker → server: first values of a group. Frames: places, weights. Only the first one counts."""
+
+    parts: tuple[Part, ...]
+
+
+class Push(Struct, frozen=True, array_like=True, tag="push"):
+    """Worker → server: the gradients of a batch. Frames: for each part places (all different), gradients.
+
+    ``sequence`` counts a worker's batches from 1. With ``stage`` the server keeps the gradients and applies
+    them at ``Commit``.
+    """
+
+    sequence: int
+    batch: Position
+    parts: tuple[Part, ...]
+    stage: bool = False
+
+
+class Commit(Struct, frozen=True, array_like=True, tag="commit"):
+    """Worker → server: all servers have staged this push; apply it."""
+
+    sequence: int
+
+
+class Pushed(Struct, frozen=True, array_like=True, tag="pushed"):
+    """The answer to ``Push`` and ``Commit``."""
+
+    sequence: int
+    applied: bool
+    """False: staged only."""
+
+
+class Refused(Struct, frozen=True, array_like=True, tag="refused"):
+    """The answer to a message that does not count.
+
+    "stale": the sender has been replaced, or means a server that has been. "not staged": a commit of what is not
+    here, send it again. "gap": a push before it is missing. "malformed": not what the plan says.
+    """
+
+    reason: Literal["stale", "not staged", "gap", "malformed"]
+    sequence: int = 0
+    request: int = 0
+
+
+class WorkerMark(Struct, frozen=True, array_like=True):
+    """What a server knows of a worker's pushes."""
+
+    slot: int
+    incarnation: int = 0
+    sequence: int = 0
+    """The last one that was applied."""
+    batch: Position = Position()
+    """Which batch that was."""
+    staged: int = 0
+    """The one that waits for its commit; 0: none."""
+
+
+class Figures(Struct, frozen=True, array_like=True):
+    """What the live view shows of a node; counts are of this incarnation."""
+
+    samples: int = 0
+    steps: int = 0
+    loss: float = 0.0
+    progress: float = 0.0
+    """Of this worker's part of the run, 0 to 1."""
+    rows: int = 0
+    """Rows that a server holds."""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    memory_bytes: int = 0
+    cpu_seconds: tuple[tuple[str, float], ...] = ()
+    """Processor time by part of the work."""
+    malformed: int = 0
+
+
+class TestResult(Struct, frozen=True, array_like=True):
+    """How a worker's test came out."""
+
+    number: int
+    auc: float
+    log_loss: float
+    samples: int
+
+
+class ViewNumber(Struct, frozen=True, array_like=True, order=True):
+    """Views are ordered by epoch, then by revision. An epoch is durable before it is used, and never used twice."""
+
+    epoch: int = 0
+    revision: int = 0
+
+
+class Beat(Struct, frozen=True, array_like=True, tag="beat"):
+    """Node → supervisor, every so often and at every change: where it stands."""
+
+    state: Literal["ready", "working", "held", "done", "failed"]
+    view: ViewNumber
+    """The newest that it has seen."""
+    endpoint: str = ""
+    """Where it listens."""
+    pid: int = 0
+    marks: tuple[WorkerMark, ...] = ()
+    """Servers: of every worker."""
+    batch: Position = Position()
+    """Workers: the last one that all servers have applied."""
+    sequence: int = 0
+    stuck_on: tuple[int, ...] = ()
+    """Workers: servers that have not answered for long."""
+    cut: int = 0
+    """Servers: the newest version of which the rows are copied."""
+    saved: int = 0
+    """Servers: the newest version of which the files are durable."""
+    tested: TestResult | None = None
+    error: str = ""
+    figures: Figures = Figures()
+
+
+class ServerInView(Struct, frozen=True, array_like=True):
+    """A server as the others are to see it."""
+
+    slot: int
+    incarnation: int
+    endpoint: str = ""
+
+
+class WorkerInView(Struct, frozen=True, array_like=True):
+    """A worker as the others are to see it.
+
+    A new incarnation starts once ``starts`` is set: all servers have refused the old one from then on, and what
+    it left half done is settled. ``settle`` is that: staged pushes up to this sequence are applied, later ones
+    dropped.
+    """
+
+    slot: int
+    incarnation: int
+    starts: bool = False
+    sequence: int = 0
+    """The last one that counts: the worker goes on behind it."""
+    batch: Position = Position()
+    settle: int = -1
+    """-1: nothing to settle yet."""
+    test: int = 0
+    """The number of the newest test that it is to run."""
+
+
+class View(Struct, frozen=True, array_like=True, tag="view"):
+    """Supervisor → node: how the job is to be."""
+
+    number: ViewNumber
+    phase: Literal["starting", "running", "holding", "stopping"]
+    servers: tuple[ServerInView, ...] = ()
+    workers: tuple[WorkerInView, ...] = ()
+    cut: int = 0
+    """The version that servers are to copy; a new one is set only while all workers hold."""
+
+
+Message = Pull | Rows | Install | Push | Commit | Pushed | Refused | Beat | View
+
+
+class Header(Struct, frozen=True, array_like=True):
+    """What the first frame of a message says; the other frames are its arrays."""
+
+    job: str
+    """A random name: what was meant for another job is dropped."""
+    source: Peer
+    target: Peer
+    message: Message
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def encode(header: Header) -> bytes:
+    """The first frame."""
+    return _encoder.encode(header)
+
+
+def decode(frame: bytes | memoryview) -> Header:
+    """The header of a message; raises ``msgspec.DecodeError`` if it is none."""
+    return _decoder.decode(frame)

@@ -1,0 +1,50 @@
+"""What all nodes of a job agree on before it starts. It never changes while the job runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from holdfast.coding.placement import Placement
+from holdfast.tables.plan import GroupPlan
+
+
+class Timing(Struct, frozen=True, kw_only=True):
+    """How long nodes wait for each other."""
+
+    beat_seconds: float = 0.25
+    """Between two signs of life."""
+    silent_seconds: float = 5.0
+    """A node that has given none for so long is taken for dead."""
+    retry_seconds: float = 1.0
+    """Before a message that was not answered is sent again; doubled each time."""
+    stuck_seconds: float = 10.0
+    """A worker that has waited so long for a server reports it."""
+
+
+class JobPlan(Struct, frozen=True, kw_only=True):
+    """A job's shape."""
+
+    job: str
+    """A random name."""
+    seed: int
+    groups: tuple[GroupPlan, ...]
+    """The tables' groups; the last one is the network's."""
+    servers: int
+    workers: int
+    k: int = 1
+    r: int = 0
+    atomic: bool = False
+    """Whether a batch counts at all servers or at none (two phases)."""
+    staleness: int = 1
+    """How many of its own batches a worker's rows may lack: 1 lets it pull the next batch's rows while it
+    computes; 0 is synchronous."""
+    timing: Timing = Timing()
+    training: dict[str, Any] = {}
+    """The configuration of the run, for the workers."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where rows lie."""
+        return Placement(self.servers, self.k, self.r)

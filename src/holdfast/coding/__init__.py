@@ -1,0 +1,1 @@
+"""Where rows lie, and the codes that protect them."""

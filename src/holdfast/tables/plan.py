@@ -1,0 +1,92 @@
+"""What a group of tables looks like: agreed on once, known to every node, so that nothing needs looking up.
+
+Tables of equal width that one optimizer updates form a *group*: their rows are numbered through, table after
+table, and a row of the group is one record of 32-bit words, weights first, then optimizer state, then the
+number of updates where the optimizer counts them. The network's parameters are a group too: one long vector,
+cut into rows of equal width.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+from msgspec import Struct
+
+OptimizerName = Literal["sgd", "momentum", "adagrad", "rowwise-adagrad", "adam"]
+
+
+class OptimizerPlan(Struct, frozen=True, kw_only=True):
+    """Which optimizer updates a group. ``momentum`` and the betas are read by those that have them."""
+
+    name: OptimizerName
+    lr: float
+    eps: float = 1e-8
+    momentum: float = 0.9
+    beta1: float = 0.9
+    beta2: float = 0.999
+
+
+class RecordField(Struct, frozen=True):
+    """Some words of a record: weights or a part of the optimizer's state."""
+
+    name: str
+    """As ``torch.optim`` calls it; "weight" for the weights."""
+    first: int
+    """Its first word."""
+    width: int
+    """Words."""
+
+
+class TablePlan(Struct, frozen=True):
+    """One table of a group."""
+
+    name: str
+    rows: int
+
+
+class GroupPlan(Struct, frozen=True, kw_only=True):
+    """Tables that share a record layout.
+
+    ``initial`` says where first values come from: "uniform" are drawn from (seed, table, row), within
+    ±1/sqrt(rows of the table); "installed" are sent by a worker, as the network's are.
+    """
+
+    name: str
+    dim: int
+    """Weights of a row."""
+    tables: tuple[TablePlan, ...]
+    optimizer: OptimizerPlan
+    initial: Literal["uniform", "installed"] = "uniform"
+
+    @property
+    def rows(self) -> int:
+        """Of all tables together."""
+        return sum(table.rows for table in self.tables)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The number of each table's first row in the group, and the number of rows behind the last."""
+        return tuple(itertools.accumulate((table.rows for table in self.tables), initial=0))
+
+    @property
+    def fields(self) -> tuple[RecordField, ...]:
+        """What the words of a record are."""
+        dim = self.dim
+        states: dict[str, tuple[tuple[str, int], ...]] = {
+            "sgd": (),
+            "momentum": (("momentum_buffer", dim),),
+            "adagrad": (("sum", dim),),
+            "rowwise-adagrad": (("sum", 1),),
+            "adam": (("exp_avg", dim), ("exp_avg_sq", dim), ("step", 1)),
+        }
+        widths = (("weight", dim), *states[self.optimizer.name])
+        firsts = itertools.accumulate((width for _, width in widths), initial=0)
+        return tuple(
+            RecordField(name, first, width) for (name, width), first in zip(widths, firsts, strict=False)
+        )
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a record."""
+        return sum(field.width for field in self.fields)
