@@ -1,9 +1,10 @@
 """The wire's values. A message is a small header and raw arrays (*frames*) that belong to it.
 
-Data goes between workers and servers: ``Pull`` → ``Rows``; ``Push`` (→ ``Pushed``, then ``Commit``) → ``Pushed``.
-Control is two messages, and both say how things *are*, not what to do, so that one that is lost, repeated or
-late does no harm: a node's ``Beat`` tells the supervisor where it stands, the supervisor's ``View`` tells a node how
-the job is to be. A node whose beat shows an old view gets the new one again.
+Data goes between workers and servers: ``Pull`` → ``Rows``; ``Push`` (→ ``Pushed``, then ``Commit``) →
+``Pushed``. Control is two messages, and both say how things *are*, not what to do, so that one that is
+lost, repeated or late does no harm: a node's ``Beat`` tells the supervisor where it stands, the
+supervisor's ``View`` tells a node how the job is to be. A node whose beat shows an old view gets the new
+one again.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ class TestResult(Struct, frozen=True, array_like=True):
 
 
 class ViewNumber(Struct, frozen=True, array_like=True, order=True):
-    """Views are ordered by epoch, then by revision. An epoch is durable before it is used, and never used twice."""
+    """Views are ordered by epoch, then by revision. An epoch is durable before it is used, and never used
+    twice."""
 
     epoch: int = 0
     revision: int = 0
@@ -190,9 +192,9 @@ class ServerInView(Struct, frozen=True, array_like=True):
 class WorkerInView(Struct, frozen=True, array_like=True):
     """A worker as the others are to see it.
 
-    A new incarnation starts once ``starts`` is set: all servers have refused the old one from then on, and what
-    it left half done is settled. ``settle`` is that: staged pushes up to this sequence are applied, later ones
-    dropped.
+    A new incarnation starts once ``starts`` is set: all servers have refused the old one from then on, and
+    what it left half done is settled. ``settle`` is that: staged pushes up to this sequence are applied,
+    later ones dropped.
     """
 
     slot: int

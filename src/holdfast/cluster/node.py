@@ -1,8 +1,8 @@
 """A process of a job: it loads what its role needs, waits to be told who it is, and runs.
 
-A launcher starts processes ahead of need, so that one that is wanted has its imports behind it. Who it is comes as
-one line of JSON on standard input (``Assignment``); when standard input ends, whoever started the process is gone,
-and the process ends too.
+A launcher starts processes ahead of need, so that one that is wanted has its imports behind it. Who it is
+comes as one line of JSON on standard input (``Assignment``); when standard input ends, whoever started the
+process is gone, and the process ends too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which server holds a row: arithmetic, so there is no directory to look up or to lose.
 
-With ``n`` servers and a code of ``k`` data and ``r`` parity records, row ``g`` of a group is member
-``m = g % k`` of stripe ``s = g // k``. Parity ``t`` of the stripe is on server ``(s + t) % n``, member ``m`` on
+With ``n`` servers and a code of ``k`` data and ``r`` parity records, row ``g`` of a group is member ``m = g
+% k`` of stripe ``s = g // k``. Parity ``t`` of the stripe is on server ``(s + t) % n``, member ``m`` on
 server ``(s + r + m) % n``: neighbours fall on different servers, and no server has two records of a stripe.
-A server meets every ``n`` stripes once in each role, so its rows have places without gaps:
-member ``m`` of stripe ``s`` is its record ``s // n * k + m``, parity ``t`` its parity record ``s // n * r + t``.
+A server meets every ``n`` stripes once in each role, so its rows have places without gaps: member ``m`` of
+stripe ``s`` is its record ``s // n * k + m``, parity ``t`` its parity record ``s // n * r + t``.
 
 Without protection ``k = 1`` and ``r = 0``: row ``g`` is record ``g // n`` of server ``g % n``.
 """
@@ -37,8 +37,8 @@ class Placement:
             )
         if self.r and self.servers < self.k + self.r:
             raise ConfigError(
-                f"{self.servers} servers cannot hold stripes of {self.k} + {self.r} records, each on a server "
-                f"of its own: use {self.k + self.r} servers or more, or a smaller code"
+                f"{self.servers} servers cannot hold stripes of {self.k} + {self.r} records, each on its "
+                f"own server: use {self.k + self.r} servers or more, or a smaller code"
             )
 
     def stripes(self, rows: int) -> int:

@@ -1,8 +1,9 @@
 """What every transport does: it carries messages between nodes, and promises nothing.
 
-A message may be lost, repeated, late or out of order; a transport may do better, the protocol does not count on
-it. Nodes are machines that take a message or a tick with the time and put what they want to send into their
-``outbox``: they know no clock and no socket, so that the same code runs on virtual time and on real machines.
+A message may be lost, repeated, late or out of order; a transport may do better, the protocol does not
+count on it. Nodes are machines that take a message or a tick with the time and put what they want to send
+into their ``outbox``: they know no clock and no socket, so that the same code runs on virtual time and on
+real machines.
 """
 
 from __future__ import annotations
