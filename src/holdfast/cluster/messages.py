@@ -99,8 +99,8 @@ class Pushed(Struct, frozen=True, array_like=True, tag="pushed"):
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     """The answer to a message that does not count.
 
-    "stale": the sender has been replaced, or means a server that has been. "not staged": a commit of what is not
-    here, send it again. "gap": a push before it is missing. "malformed": not what the plan says.
+    "stale": the sender has been replaced, or means a server that has been. "not staged": a commit of what is
+    not here, send it again. "gap": a push before it is missing. "malformed": not what the plan says.
     """
 
     reason: Literal["stale", "not staged", "gap", "malformed"]
