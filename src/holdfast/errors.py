@@ -11,6 +11,9 @@
     ├── DataError            training data that cannot be read
     │   ├── BadLine          one line of it, with file and line number
     │   └── WrongReaderState a reader was given a state that is not its own
+    ├── JobFailed            a job that cannot go on
+    │   ├── ServerLost           a server is gone, and its rows with it
+    │   └── WorkerFailed         a worker cannot do its part, however often it is started
     ├── TrainingDiverged     the loss is no longer a number
     └── StoreError           a store of checkpoints that cannot be read or written
         ├── ObjectMissing    an object that is not there
@@ -77,6 +80,18 @@ class BadLine(DataError):
 
 class WrongReaderState(DataError):
     """``load_state_dict`` got a state that another reader wrote, or came too late."""
+
+
+class JobFailed(HoldfastError):
+    """A job ended before its time; the message says why, what is lost, and what would have helped."""
+
+
+class ServerLost(JobFailed):
+    """A server is gone, and nothing protects the rows that it held."""
+
+
+class WorkerFailed(JobFailed):
+    """A worker raised an error, or died again and again at the same batch."""
 
 
 class TrainingDiverged(HoldfastError):

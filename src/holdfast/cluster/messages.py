@@ -38,6 +38,9 @@ class Position(Struct, frozen=True, array_like=True, order=True):
     index: int = -1
 
 
+START = Position()
+
+
 class Part(Struct, frozen=True, array_like=True):
     """Some rows of one group; the frames hold their places at the server (uint32) and their values."""
 
@@ -78,6 +81,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
 
     sequence: int
     batch: Position
+    samples: int
     parts: tuple[Part, ...]
     stage: bool = False
 
@@ -117,6 +121,8 @@ class WorkerMark(Struct, frozen=True, array_like=True):
     """The last one that was applied."""
     batch: Position = Position()
     """Which batch that was."""
+    samples: int = 0
+    """Of all batches that were applied."""
     staged: int = 0
     """The one that waits for its commit; 0: none."""
 
@@ -139,7 +145,7 @@ class Figures(Struct, frozen=True, array_like=True):
     malformed: int = 0
 
 
-class TestResult(Struct, frozen=True, array_like=True):
+class Evaluation(Struct, frozen=True, array_like=True):
     """How a worker's test came out."""
 
     number: int
@@ -154,6 +160,13 @@ class ViewNumber(Struct, frozen=True, array_like=True, order=True):
 
     epoch: int = 0
     revision: int = 0
+
+
+class Exit(Struct, frozen=True, array_like=True):
+    """A process that ended: with an exit code, or by a signal (negative)."""
+
+    peer: Peer
+    code: int
 
 
 class Beat(Struct, frozen=True, array_like=True, tag="beat"):
@@ -176,7 +189,9 @@ class Beat(Struct, frozen=True, array_like=True, tag="beat"):
     """Servers: the newest version of which the rows are copied."""
     saved: int = 0
     """Servers: the newest version of which the files are durable."""
-    tested: TestResult | None = None
+    tested: Evaluation | None = None
+    exited: tuple[Exit, ...] = ()
+    """Launcher: the processes that have ended."""
     error: str = ""
     figures: Figures = Figures()
 
@@ -213,14 +228,42 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """Supervisor → node: how the job is to be."""
 
     number: ViewNumber
-    phase: Literal["starting", "running", "holding", "stopping"]
+    phase: Literal["starting", "running", "holding", "ending", "stopping"]
+    """Holding: workers finish their batch and wait. Ending: they finish it and are done."""
     servers: tuple[ServerInView, ...] = ()
     workers: tuple[WorkerInView, ...] = ()
     cut: int = 0
     """The version that servers are to copy; a new one is set only while all workers hold."""
 
 
-Message = Pull | Rows | Install | Push | Commit | Pushed | Refused | Beat | View
+class NodeStatus(Struct, frozen=True, array_like=True):
+    """A node as the live view shows it."""
+
+    peer: Peer
+    state: str
+    silent_seconds: float
+    figures: Figures = Figures()
+
+
+class Status(Struct, frozen=True, array_like=True, tag="status"):
+    """Supervisor → launcher: how the job is getting on."""
+
+    phase: str
+    steps: int
+    """Batches that count, and their samples."""
+    samples: int
+    nodes: tuple[NodeStatus, ...]
+    tests: tuple[Evaluation, ...] = ()
+    versions: tuple[int, ...] = ()
+    """Checkpoints that were saved."""
+    replaced: int = 0
+    """Workers that died and were replaced."""
+    finished: bool = False
+    failure: tuple[str, Peer, str] | None = None
+    """What kind, who, and how."""
+
+
+Message = Pull | Rows | Install | Push | Commit | Pushed | Refused | Beat | View | Status
 
 
 class Header(Struct, frozen=True, array_like=True):

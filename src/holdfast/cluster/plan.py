@@ -17,6 +17,8 @@ class Timing(Struct, frozen=True, kw_only=True):
     """Between two signs of life."""
     silent_seconds: float = 5.0
     """A node that has given none for so long is taken for dead."""
+    start_seconds: float = 60.0
+    """A process that was started has so long to give its first."""
     retry_seconds: float = 1.0
     """Before a message that was not answered is sent again; doubled each time."""
     stuck_seconds: float = 10.0
@@ -41,6 +43,8 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     """How many of its own batches a worker's rows may lack: 1 lets it pull the next batch's rows while it
     computes; 0 is synchronous."""
     timing: Timing = Timing()
+    most_deaths: int = 4
+    """A worker that dies more often than this without finishing a batch in between ends the job."""
     training: dict[str, Any] = {}
     """The configuration of the run, for the workers."""
 

@@ -31,7 +31,7 @@ class Envelope:
 
     def nbytes(self) -> int:
         """Of the arrays."""
-        return sum(memoryview(frame).nbytes for frame in self.frames)
+        return sum(memoryview(frame).nbytes for frame in self.frames)  # type: ignore[arg-type, misc]
 
 
 class Node(Protocol):

@@ -1,0 +1,311 @@
+"""A worker's side of pulls and pushes: one question to several servers, asked again until all have answered.
+
+No clock and no socket: ``receive`` takes the answers, ``tick`` the time, and what is to be sent lies in
+``outbox``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.cluster.messages import (
+    START,
+    Commit,
+    Install,
+    Message,
+    Part,
+    Peer,
+    Position,
+    Pull,
+    Push,
+    Pushed,
+    Refused,
+    Rows,
+    ServerInView,
+)
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.transport.base import Envelope, Frame, as_array
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Rows of one group spread over the servers: server ``s`` has ``places[starts[s]:starts[s + 1]]``."""
+
+    places: NDArray[np.uint32]
+    starts: NDArray[np.int64]
+
+    def at(self, server: int) -> slice:
+        """Which of the rows a server has."""
+        return slice(int(self.starts[server]), int(self.starts[server + 1]))
+
+
+@dataclass
+class _Question:
+    """What one server has been asked and has not answered yet."""
+
+    message: Message
+    frames: Sequence[Frame]
+    asked: float
+    again: float
+    """When to ask again."""
+    patience: float
+
+
+@dataclass
+class Call:
+    """A question to several servers; ``done`` when all have answered."""
+
+    questions: dict[int, _Question] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether all have answered."""
+        return not self.questions
+
+
+@dataclass
+class PullCall(Call):
+    """Weights on their way; ``rows[group]`` is filled in as they come."""
+
+    request: int = 0
+    spreads: Sequence[Spread] = ()
+    rows: list[Floats] = field(default_factory=list)
+
+
+@dataclass
+class PushCall(Call):
+    """Gradients on their way."""
+
+    sequence: int = 0
+    batch: Position = START
+    samples: int = 0
+    frames: dict[int, tuple[tuple[Part, ...], Sequence[Frame]]] = field(default_factory=dict)
+    committing: bool = False
+
+
+class Calls:
+    """All calls of one worker.
+
+    Args:
+        me: the worker.
+        plan: the job's.
+        first_values: weights of a group that is "installed", in the order of ``spreads[group]``.
+        buffer: makes the array that pulled rows of a group go into.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        plan: JobPlan,
+        first_values: Callable[[int], tuple[Spread, Floats]],
+        buffer: Callable[[int, int], Floats] = lambda rows, dim: np.empty((rows, dim), np.float32),
+    ) -> None:
+        self.me = me
+        self.outbox: list[Envelope] = []
+        self.stale = False
+        """A server said that this worker has been replaced."""
+        self._plan = plan
+        self._first_values = first_values
+        self._buffer = buffer
+        self._servers: dict[int, ServerInView] = {}
+        self._pulls: dict[int, PullCall] = {}
+        self._push: PushCall | None = None
+        self._requests = 0
+        self._now = 0.0
+
+    def adopt(self, servers: Sequence[ServerInView]) -> None:
+        """Follow a view: what a replaced server has not answered is asked of the new one."""
+        for server in servers:
+            known = self._servers.get(server.slot)
+            self._servers[server.slot] = server
+            if known is not None and known.incarnation == server.incarnation:
+                continue
+            for call in self._open():
+                if isinstance(call, PushCall) and server.slot in call.frames and known is not None:
+                    self._ask_push(call, server.slot)
+                elif server.slot in call.questions:
+                    self._send(server.slot, call.questions[server.slot])
+
+    def pull(self, spreads: Sequence[Spread], now: float) -> PullCall:
+        """Ask for the weights of these rows, one spread for each group."""
+        self._requests += 1
+        self._now = now
+        dims = [group.dim for group in self._plan.groups]
+        rows = [self._buffer(len(s.places), dim) for s, dim in zip(spreads, dims, strict=True)]
+        call = PullCall(request=self._requests, spreads=spreads, rows=rows)
+        for server in range(self._plan.servers):
+            wanted = [(g, s.places[s.at(server)]) for g, s in enumerate(spreads)]
+            parts = tuple(Part(g, len(places)) for g, places in wanted if len(places))
+            if parts:
+                self._ask(call, server, Pull(call.request, parts), [p for _, p in wanted if len(p)])
+        if not call.done:
+            self._pulls[call.request] = call
+        return call
+
+    def push(
+        self,
+        sequence: int,
+        batch: Position,
+        spreads: Sequence[Spread],
+        gradients: Sequence[Floats],
+        now: float,
+        samples: int = 0,
+    ) -> PushCall:
+        """Send gradients of these rows to all servers, those without rows included: each keeps count.
+
+        The last push must be done: a server knows a repetition by its number alone.
+        """
+        assert self._push is None or self._push.done
+        self._now = now
+        call = self._push = PushCall(sequence=sequence, batch=batch, samples=samples)
+        for server in range(self._plan.servers):
+            parts: list[Part] = []
+            frames: list[Frame] = []
+            for group, (spread, values) in enumerate(zip(spreads, gradients, strict=True)):
+                here = spread.at(server)
+                if here.stop > here.start:
+                    parts.append(Part(group, here.stop - here.start))
+                    frames += [spread.places[here], values[here]]
+            call.frames[server] = tuple(parts), frames
+            self._ask_push(call, server)
+        return call
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        """Take a server's answer; those that nobody waits for are dropped."""
+        self._now = now
+        server, message = envelope.source.slot, envelope.message
+        known = self._servers.get(server)
+        if known is None or known.incarnation != envelope.source.incarnation:
+            return
+        if isinstance(message, Rows):
+            self._take_rows(server, message, envelope.frames)
+        elif isinstance(message, Pushed):
+            self._take_pushed(server, message)
+        elif isinstance(message, Refused):
+            self._take_refusal(server, message)
+
+    def tick(self, now: float) -> None:
+        """Ask again where an answer is overdue."""
+        self._now = now
+        for call in self._open():
+            for server, question in call.questions.items():
+                if now >= question.again:
+                    question.patience *= 2
+                    question.again = now + question.patience
+                    self._send(server, question)
+
+    def waiting_since(self) -> dict[int, float]:
+        """For each server that owes an answer, since when."""
+        waiting: dict[int, float] = {}
+        for call in self._open():
+            for server, question in call.questions.items():
+                waiting[server] = min(question.asked, waiting.get(server, question.asked))
+        return waiting
+
+    def _open(self) -> list[Call]:
+        calls: list[Call] = [*self._pulls.values()]
+        return calls if self._push is None or self._push.done else [*calls, self._push]
+
+    def _take_rows(self, server: int, message: Rows, frames: Sequence[Frame]) -> None:
+        call = self._pulls.get(message.request)
+        if call is None or server not in call.questions:
+            return
+        if message.not_installed:
+            self._install(server, message.not_installed)
+            self._send(server, call.questions[server])
+            return
+        question = call.questions[server].message
+        assert isinstance(question, Pull)
+        if message.parts != question.parts or len(frames) != len(message.parts):
+            return
+        for part, frame in zip(message.parts, frames, strict=True):
+            dim = self._plan.groups[part.group].dim
+            call.rows[part.group][call.spreads[part.group].at(server)] = as_array(
+                frame, np.float32, (part.rows, dim)
+            )
+        del call.questions[server]
+        if call.done:
+            del self._pulls[message.request]
+
+    def _install(self, server: int, groups: Sequence[int]) -> None:
+        parts: list[Part] = []
+        frames: list[Frame] = []
+        for group in groups:
+            spread, values = self._first_values(group)
+            here = spread.at(server)
+            parts.append(Part(group, here.stop - here.start))
+            frames += [spread.places[here], values[here]]
+        self._post(server, Install(tuple(parts)), frames)
+
+    def _take_pushed(self, server: int, message: Pushed) -> None:
+        call = self._push
+        if call is None or message.sequence != call.sequence or server not in call.questions:
+            return
+        if message.applied:
+            del call.questions[server]
+        elif not call.committing and isinstance(call.questions[server].message, Push):
+            del call.questions[server]
+            if call.done:
+                # Every server has the gradients: from here on the push must count everywhere.
+                call.committing = True
+                for each in call.frames:
+                    self._ask_push(call, each)
+
+    def _take_refusal(self, server: int, message: Refused) -> None:
+        call = self._push
+        if message.reason == "stale":
+            self.stale = True
+        elif (
+            message.reason == "not staged"
+            and call is not None
+            and call.committing
+            and call.sequence == message.sequence
+            and server in call.questions
+        ):
+            # It has been replaced since it staged: both phases again, for it alone.
+            self._post(server, *self._push_message(call, server))
+            self._send(server, call.questions[server])
+
+    def _ask_push(self, call: PushCall, server: int) -> None:
+        if call.committing:
+            self._ask(call, server, Commit(call.sequence), ())
+        else:
+            self._ask(call, server, *self._push_message(call, server))
+
+    def _push_message(self, call: PushCall, server: int) -> tuple[Push, Sequence[Frame]]:
+        parts, frames = call.frames[server]
+        return Push(call.sequence, call.batch, call.samples, parts, stage=self._plan.atomic), frames
+
+    def _ask(self, call: Call, server: int, message: Message, frames: Sequence[Frame]) -> None:
+        patience = self._plan.timing.retry_seconds
+        question = _Question(message, frames, self._now, self._now + patience, patience)
+        call.questions[server] = question
+        self._send(server, question)
+
+    def _send(self, server: int, question: _Question) -> None:
+        self._post(server, question.message, question.frames)
+
+    def _post(self, server: int, message: Message, frames: Sequence[Frame]) -> None:
+        known = self._servers.get(server)
+        if known is not None:  # else it is sent when a view names the server
+            target = Peer("server", server, known.incarnation)
+            self.outbox.append(Envelope(self.me, target, message, frames))
+
+
+def empty_spread(servers: int) -> Spread:
+    """No rows at all."""
+    return Spread(np.empty(0, np.uint32), np.zeros(servers + 1, np.int64))
+
+
+def spread_by(owners: NDArray[Any], places: NDArray[Any], servers: int) -> tuple[Spread, NDArray[np.int64]]:
+    """Rows sorted by server, and which of them comes where."""
+    order = np.argsort(owners, kind="stable")
+    starts = np.searchsorted(owners[order], np.arange(servers + 1))
+    return Spread(places[order].astype(np.uint32), starts.astype(np.int64)), order

@@ -1,0 +1,377 @@
+"""Who is alive, and what the job is to be: the supervisor as a machine without clock and socket.
+
+Everything is decided from what nodes last said of themselves, and told to them as a view; a view that did
+not arrive is sent again when a beat shows an old one. So there is no step in which a lost message, or a
+supervisor that dies and comes back, could leave something half done.
+
+A worker that dies is replaced in three steps, each complete when every server says that it follows the
+view: *fencing* (servers refuse the old incarnation from now on), *settling* (a push that some servers have
+applied and others only staged is applied by all; one that none has applied is dropped), and the *start* of
+the new incarnation behind the last batch that counts. Every incarnation gets a new epoch, which is durable
+before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
+
+from holdfast.cluster.messages import (
+    Beat,
+    Exit,
+    Message,
+    Peer,
+    Position,
+    Role,
+    ServerInView,
+    Evaluation,
+    View,
+    ViewNumber,
+    WorkerInView,
+)
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.transport.base import Envelope
+
+
+class Durable(Struct, frozen=True, kw_only=True):
+    """What a supervisor must know again after a crash."""
+
+    epoch: int = 0
+    servers: tuple[int, ...] = ()
+    """The incarnation of each slot."""
+    workers: tuple[int, ...] = ()
+    endpoint: str = ""
+
+
+class Storage(Protocol):
+    """Keeps the durable state."""
+
+    def load(self) -> Durable | None:
+        """What was saved last; None the first time."""
+
+    def save(self, state: Durable) -> None:
+        """Keep it: when this returns, a crash no longer loses it."""
+
+
+@dataclass
+class Member:
+    """What is known of a slot."""
+
+    role: Role
+    slot: int
+    incarnation: int
+    since: float = 0.0
+    """When this incarnation was asked for."""
+    heard: float | None = None
+    beat: Beat | None = None
+
+    @property
+    def peer(self) -> Peer:
+        """The node that fills the slot."""
+        return Peer(self.role, self.slot, self.incarnation)
+
+    def follows(self, number: ViewNumber) -> bool:
+        """Whether it has seen this view."""
+        return self.beat is not None and self.beat.view >= number
+
+
+@dataclass
+class _WorkerMember(Member):
+    stage: Literal["fencing", "settling", "started"] = "fencing"
+    since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
+    deaths: int = 0
+    died_at: int = -1
+
+
+@dataclass
+class Cut:
+    """A consistent cut that is being made."""
+
+    version: int
+    view: ViewNumber
+    positions: tuple[Position, ...] = ()
+    """The last batch of each worker that is in it; empty while workers are still finishing theirs."""
+
+
+@dataclass
+class Failure:
+    """Why the job ends early."""
+
+    kind: Literal["server", "worker", "error"]
+    peer: Peer
+    text: str
+
+
+class Supervisor:
+    """The machine of the supervisor.
+
+    Args:
+        plan: the job's.
+        storage: where epochs are kept.
+        now: the time.
+        test_every: batches between tests; 0: only at the end.
+    """
+
+    def __init__(self, plan: JobPlan, storage: Storage, now: float, test_every: int = 0) -> None:
+        self.me = Peer("supervisor")
+        self.plan = plan
+        self.outbox: list[Envelope] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.failure: Failure | None = None
+        self.cut: Cut | None = None
+        self.cuts_made: list[Cut] = []
+        """Cuts that all servers have copied; whoever saves takes them out."""
+        self.tests: list[Evaluation] = []
+        self.finished = False
+        self._storage = storage
+        self._test_every = test_every
+        self._test = 0
+        self._tested_at = 0
+        known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
+        self._durable = replace(known, epoch=known.epoch + 1)
+        storage.save(self._durable)  # before anybody hears of this epoch
+        self.servers = [Member("server", s, i, now) for s, i in enumerate(known.servers)]
+        self.workers = [_WorkerMember("worker", w, i, now) for w, i in enumerate(known.workers)]
+        self.view = View(
+            ViewNumber(self._durable.epoch, 0),
+            "starting",
+            tuple(ServerInView(m.slot, m.incarnation) for m in self.servers),
+            tuple(WorkerInView(m.slot, m.incarnation) for m in self.workers),
+        )
+        for worker in self.workers:
+            worker.since_view = self.view.number
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        """Take one message."""
+        beat, source = envelope.message, envelope.source
+        if not isinstance(beat, Beat):
+            return
+        if source.role == "launcher":
+            for exited in beat.exited:
+                self._note_exit(exited, now)
+            if beat.state == "done":
+                self.request_stop()
+        else:
+            member = self._member(source)
+            if member is None or (source.role == "server" and len(beat.marks) != self.plan.workers):
+                return
+            if source.incarnation == member.incarnation:
+                member.beat, member.heard = beat, now
+                self._look_at(member, beat, now)
+        self.advance(now)
+        if beat.view < self.view.number:
+            self._send(source, self.view)
+
+    def tick(self, now: float) -> None:
+        """Look for nodes that have fallen silent."""
+        timing = self.plan.timing
+        for member in [*self.servers, *self.workers]:
+            silence = now - (member.since if member.heard is None else member.heard)
+            if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
+                self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
+        self.advance(now)
+
+    def request_cut(self, version: int) -> None:
+        """Make a consistent cut of all rows for this version: workers hold, servers copy, workers go on."""
+        assert self.cut is None
+        if self.view.phase == "running":
+            self._change(phase="holding")
+            self.cut = Cut(version, self.view.number)
+
+    def request_stop(self) -> None:
+        """End the job before its time: workers finish their batch, a test is made, everything stops."""
+        if self.view.phase in ("running", "holding"):
+            self.cut = None
+            self._change(phase="ending")
+
+    def steps(self) -> int:
+        """Batches that count so far, of all workers together."""
+        return sum(self._sequence(worker) for worker in self.workers)
+
+    def samples(self) -> int:
+        """Samples of those batches."""
+        marks = [s.beat.marks for s in self.servers if s.beat is not None]
+        return sum(min((m[w.slot].samples for m in marks), default=0) for w in self.workers)
+
+    def advance(self, now: float) -> None:
+        """Do whatever what is known allows."""
+        if self.view.phase == "stopping":
+            return
+        if self.view.phase == "starting" and all(m.beat is not None for m in self.servers):
+            servers = tuple(
+                ServerInView(m.slot, m.incarnation, m.beat.endpoint if m.beat else "") for m in self.servers
+            )
+            self._change(phase="running", servers=servers)
+        for worker in self.workers:
+            self._bring_in(worker)
+        self._advance_cut()
+        self._advance_tests()
+
+    def _bring_in(self, worker: _WorkerMember) -> None:
+        """Take a new incarnation of a worker one step further, if all servers are ready for it."""
+        if worker.stage == "started" or not all(s.follows(worker.since_view) for s in self.servers):
+            return
+        marks = [s.beat.marks[worker.slot] for s in self.servers if s.beat is not None]
+        if worker.stage == "fencing":
+            # Nothing that the old incarnation sent can change these marks any more.
+            self._change_worker(worker, settle=max(mark.sequence for mark in marks))
+            worker.stage = "settling"
+        else:
+            # With atomic pushes all marks are equal by now. Without, some servers may be one batch ahead: it
+            # is computed again, and they recognise its number.
+            last = min(marks, key=lambda mark: mark.sequence)
+            self._change_worker(worker, starts=True, sequence=last.sequence, batch=last.batch)
+            worker.stage = "started"
+            self._say("worker_started", worker, sequence=last.sequence)
+        worker.since_view = self.view.number
+
+    def _advance_cut(self) -> None:
+        cut = self.cut
+        if cut is None:
+            return
+        if not cut.positions:
+            if all(self._holds(worker, cut.view) for worker in self.workers):
+                cut.positions = tuple(w.beat.batch for w in self.workers if w.beat is not None)
+                self._change(cut=cut.version)
+        elif all(s.beat is not None and s.beat.cut >= cut.version for s in self.servers):
+            self.cut = None
+            self.cuts_made.append(cut)
+            self._change(phase="running")
+
+    def _holds(self, worker: _WorkerMember, since: ViewNumber) -> bool:
+        beat = worker.beat
+        return (
+            worker.stage == "started"
+            and beat is not None
+            and worker.follows(since)
+            and beat.state in ("held", "done")
+        )
+
+    def _advance_tests(self) -> None:
+        tester = self.workers[0]
+        tested = tester.beat.tested if tester.beat is not None else None
+        if tested is not None and self._last_test() < tested.number <= self._test:
+            self.tests.append(tested)
+            self.events.append(("test", {"step": self._tested_at, **asdict(tested)}))
+        waiting = self._test > self._last_test()
+        done = all(
+            w.stage == "started" and w.beat is not None and w.beat.state == "done" for w in self.workers
+        )
+        steps = self.steps()
+        if done and not waiting and self.cut is None:
+            if self._test and self._tested_at == steps:
+                self.finished = True
+                self._change(phase="stopping")
+            else:
+                self._start_test(steps)
+        elif not waiting and self._test_every and steps - self._tested_at >= self._test_every:
+            self._start_test(steps)
+
+    def _last_test(self) -> int:
+        return self.tests[-1].number if self.tests else 0
+
+    def _start_test(self, steps: int) -> None:
+        self._test += 1
+        self._tested_at = steps
+        self._change_worker(self.workers[0], test=self._test)
+
+    def _look_at(self, member: Member, beat: Beat, now: float) -> None:
+        if beat.state == "failed":
+            self._fail(Failure("error", member.peer, beat.error))
+        elif isinstance(member, _WorkerMember) and beat.stuck_on and member.stage == "started":
+            # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
+            self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
+
+    def _note_exit(self, exited: Exit, now: float) -> None:
+        member = self._member(exited.peer)
+        if member is None or exited.peer.incarnation != member.incarnation or self.view.phase == "stopping":
+            return
+        how = f"was killed by signal {-exited.code}" if exited.code < 0 else f"ended with code {exited.code}"
+        self._lose(member, how, now)
+
+    def _lose(self, member: Member, how: str, now: float) -> None:
+        """A node no longer counts: a worker is replaced, a server ends the job."""
+        if self.view.phase == "stopping":
+            return
+        self._say(f"{member.role}_lost", member, reason=how)
+        if not isinstance(member, _WorkerMember):
+            self._fail(Failure("server", member.peer, how))
+            return
+        sequence = self._sequence(member)
+        member.deaths = member.deaths + 1 if sequence == member.died_at else 1
+        member.died_at = sequence
+        if member.deaths > self.plan.most_deaths:
+            self._fail(Failure("worker", member.peer, how))
+            return
+        member.incarnation += 1
+        member.since, member.heard, member.beat = now, None, None
+        workers = tuple(m.incarnation for m in self.workers)
+        self._durable = replace(self._durable, epoch=self._durable.epoch + 1, workers=workers)
+        self._storage.save(self._durable)  # before anybody hears of this incarnation
+        old = self.view.workers[member.slot]
+        fresh = WorkerInView(member.slot, member.incarnation, test=old.test)
+        self._change(workers=_with(self.view.workers, fresh))
+        member.stage = "fencing"
+        member.since_view = self.view.number
+
+    def _fail(self, failure: Failure) -> None:
+        if self.failure is None and self.view.phase != "stopping":
+            self.failure = failure
+            self._change(phase="stopping")
+
+    def _sequence(self, worker: _WorkerMember) -> int:
+        """The last batch that all servers have applied."""
+        marks = [s.beat.marks[worker.slot].sequence for s in self.servers if s.beat is not None]
+        return min(marks, default=0)
+
+    def _member(self, peer: Peer) -> Member | None:
+        slots: dict[str, list[Any]] = {"server": self.servers, "worker": self.workers}
+        members = slots.get(peer.role, [])
+        return members[peer.slot] if 0 <= peer.slot < len(members) else None
+
+    def _change_worker(self, worker: _WorkerMember, **changes: Any) -> None:
+        changed = replace(self.view.workers[worker.slot], **changes)
+        self._change(workers=_with(self.view.workers, changed))
+
+    def _change(self, **changes: Any) -> None:
+        """A new view, sent to everybody who is known to listen."""
+        old = self.view.number
+        revision = old.revision + 1 if old.epoch == self._durable.epoch else 0
+        number = ViewNumber(self._durable.epoch, revision)
+        self.view = replace(self.view, number=number, **changes)
+        for member in [*self.servers, *self.workers]:
+            if member.beat is not None:
+                self._send(member.peer, self.view)
+        self._send(Peer("launcher"), self.view)
+
+    def _send(self, target: Peer, message: Message) -> None:
+        self.outbox.append(Envelope(self.me, target, message))
+
+    def _say(self, event: str, member: Member, **figures: Any) -> None:
+        figures = {"slot": member.slot, "incarnation": member.incarnation, **figures}
+        self.events.append((event, figures))
+
+
+def _with(workers: tuple[WorkerInView, ...], changed: WorkerInView) -> tuple[WorkerInView, ...]:
+    return tuple(changed if w.slot == changed.slot else w for w in workers)
+
+
+@dataclass
+class MemoryStorage:
+    """Durable state that outlives a machine, for simulations."""
+
+    state: Durable | None = None
+    saves: list[int] = field(default_factory=list)
+
+    def load(self) -> Durable | None:
+        """What was saved last."""
+        return self.state
+
+    def save(self, state: Durable) -> None:
+        """Keep it."""
+        assert self.state is None or state.epoch > self.state.epoch, "an epoch is never used twice"
+        self.state = state
+        self.saves.append(state.epoch)

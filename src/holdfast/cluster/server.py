@@ -1,0 +1,206 @@
+"""A server: it holds rows, hands them out, and applies gradients, each batch exactly once.
+
+``Server`` is the machine: a message in, messages out. ``run`` is the process round it. Nothing here loads
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.cluster.loop import open_transport, run_node
+from holdfast.cluster.messages import (
+    Beat,
+    Commit,
+    Figures,
+    Install,
+    Part,
+    Peer,
+    Pull,
+    Push,
+    Pushed,
+    Refused,
+    Rows,
+    View,
+    ViewNumber,
+)
+from holdfast.cluster.node import Assignment
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.transaction import PushLedger
+from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.tables.shard import GroupShard
+
+Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
+"""A group, places of its rows, and their gradients."""
+
+
+class Saver(Protocol):
+    """Saves a server's rows behind its back."""
+
+    def cut(self, version: int) -> None:
+        """Copy what a version holds: rows may change as soon as this returns."""
+
+    def saved(self) -> tuple[int, bytes]:
+        """The newest version whose files are durable, and what the manifest must say of them."""
+
+
+class Server:
+    """The machine of one server.
+
+    Args:
+        me: which one.
+        plan: the job's.
+        endpoint: where it listens; it tells the supervisor.
+        fresh: whether the job starts from first values; a server that takes over from another, or whose rows
+            come from a checkpoint, must never take them.
+        saver: who saves its rows; None if nobody does.
+    """
+
+    def __init__(
+        self, me: Peer, plan: JobPlan, endpoint: str = "", *, fresh: bool = True, saver: Saver | None = None
+    ) -> None:
+        self.me = me
+        self.plan = plan
+        self.outbox: list[Envelope] = []
+        self.shards = [GroupShard(group, plan.placement, me.slot, plan.seed) for group in plan.groups]
+        self.view = View(ViewNumber(), "starting")
+        self.malformed = 0
+        self.pushes = 0
+        self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
+        self._endpoint = endpoint
+        self._fresh = fresh
+        self._saver = saver
+        self._cut = 0
+        self._next_beat = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether it is to end: the job does, or another has taken its place."""
+        mine = next((s for s in self.view.servers if s.slot == self.me.slot), None)
+        return self.view.phase == "stopping" or (mine is not None and mine.incarnation > self.me.incarnation)
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        """Take one message."""
+        if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
+            return  # meant for another that had this slot
+        try:
+            answer, frames = self._answer(envelope)
+        except ValueError:
+            self.malformed += 1
+            answer, frames = Refused("malformed"), ()
+        if isinstance(envelope.message, View):
+            self.beat(now)
+        elif answer is not None:
+            self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
+
+    def tick(self, now: float) -> None:
+        """Give a sign of life when it is time."""
+        if now >= self._next_beat:
+            self.beat(now)
+
+    def beat(self, now: float, figures: Figures | None = None) -> None:
+        """Tell the supervisor where this server stands."""
+        self._next_beat = now + self.plan.timing.beat_seconds
+        message = Beat(
+            state="ready",
+            view=self.view.number,
+            endpoint=self._endpoint,
+            pid=os.getpid(),
+            marks=self._ledger.marks(),
+            cut=self._cut,
+            saved=self._saver.saved()[0] if self._saver else 0,
+            figures=figures or self.figures(),
+        )
+        self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
+
+    def figures(self) -> Figures:
+        """What the live view shows."""
+        return Figures(
+            steps=self.pushes, rows=sum(shard.rows for shard in self.shards), malformed=self.malformed
+        )
+
+    def _answer(self, envelope: Envelope) -> tuple[Rows | Pushed | Refused | None, Sequence[Frame]]:
+        message, frames, source = envelope.message, envelope.frames, envelope.source
+        if isinstance(message, Pull):
+            return self._pull(message, frames)
+        if isinstance(message, Push):
+            updates = self._updates(message.parts, frames)
+            answer = self._ledger.push(
+                source,
+                message.sequence,
+                message.batch,
+                updates,
+                samples=message.samples,
+                stage=message.stage,
+            )
+            return answer, ()
+        if isinstance(message, Commit):
+            return self._ledger.commit(source, message.sequence), ()
+        if isinstance(message, Install):
+            self._install(message, frames)
+        elif isinstance(message, View):
+            self._adopt(message)
+        return None, ()
+
+    def _adopt(self, view: View) -> None:
+        if view.number <= self.view.number:
+            return
+        self.view = view
+        self._ledger.adopt(view.workers)
+        if view.cut > self._cut and self._saver is not None:
+            # All workers hold, and all their pushes are applied: this is the same instant everywhere.
+            self._saver.cut(view.cut)
+            self._cut = view.cut
+
+    def _pull(self, message: Pull, frames: Sequence[Frame]) -> tuple[Rows, Sequence[Frame]]:
+        if len(frames) != len(message.parts):
+            raise ValueError("a pull whose frames do not fit its parts")
+        missing = tuple(p.group for p in message.parts if not self._shard(p).installed)
+        if missing:
+            return Rows(message.request, (), missing), ()
+        rows = [
+            self._shard(part).pull(as_array(frame, np.uint32, (part.rows,)))
+            for part, frame in zip(message.parts, frames, strict=True)
+        ]
+        return Rows(message.request, message.parts), rows
+
+    def _install(self, message: Install, frames: Sequence[Frame]) -> None:
+        for group, places, weights in self._updates(message.parts, frames):
+            shard = self.shards[group]
+            if self._fresh and not shard.installed:
+                shard.install(places, weights)
+
+    def _updates(self, parts: Sequence[Part], frames: Sequence[Frame]) -> list[Update]:
+        """The parts of a push as arrays, all of them checked: what is applied in part cannot be undone."""
+        if len(frames) != 2 * len(parts):
+            raise ValueError("a push whose frames do not fit its parts")
+        updates: list[Update] = []
+        for number, part in enumerate(parts):
+            shard = self._shard(part)
+            places = as_array(frames[2 * number], np.uint32, (part.rows,))
+            values = as_array(frames[2 * number + 1], np.float32, (part.rows, shard.plan.dim))
+            shard.check(places)
+            updates.append((part.group, places, values))
+        return updates
+
+    def _shard(self, part: Part) -> GroupShard:
+        if not 0 <= part.group < len(self.shards):
+            raise ValueError(f"group {part.group}: there are {len(self.shards)}")
+        return self.shards[part.group]
+
+    def _apply(self, updates: list[Update]) -> None:
+        for group, places, gradients in updates:
+            self.shards[group].push(places, gradients)
+        self.pushes += 1
+
+
+def run(assignment: Assignment) -> None:
+    """Be a server until the job ends."""
+    with open_transport(assignment) as transport:
+        server = Server(assignment.me, assignment.plan, transport.endpoint)
+        run_node(server, transport, until=lambda: server.over)

@@ -1,0 +1,129 @@
+"""The supervisor's process: the membership machine, its durable file, the run's events."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from holdfast.cluster.keys import load_keys
+from holdfast.cluster.loop import TICK_SECONDS, flush
+from holdfast.cluster.membership import Durable, Member, Supervisor
+from holdfast.cluster.messages import Figures, NodeStatus, Peer, Status
+from holdfast.cluster.node import Assignment
+from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.events import EventLog
+
+STATE_FILE = "supervisor.json"
+_STATUS_SECONDS = 0.25
+_FAREWELL_SECONDS = 3.0
+
+
+class FileStorage:
+    """The durable state in a file: written whole, synced, and only then known to anybody."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / STATE_FILE
+        self.endpoint = ""
+
+    def load(self) -> Durable | None:
+        """What was saved last; None if nothing was."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Durable)
+        except FileNotFoundError:
+            return None
+
+    def save(self, state: Durable) -> None:
+        """Replace the file and sync it and its folder."""
+        state = msgspec.structs.replace(state, endpoint=self.endpoint or state.endpoint)
+        temporary = self._path.with_suffix(".new")
+        with open(temporary, "wb") as file:
+            file.write(msgspec.json.encode(state))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def run(assignment: Assignment) -> None:
+    """Watch over the job until it ends. A supervisor that comes back listens where the last one did."""
+    folder = Path(assignment.folder)
+    storage = FileStorage(folder)
+    known = storage.load()
+    keys = load_keys(Path(assignment.keys)) if assignment.keys else None
+    bind = known.endpoint if known else assignment.supervisor or assignment.bind
+    transport = ZmqTransport(assignment.me, assignment.plan.job, bind, keys)
+    try:
+        storage.endpoint = transport.endpoint
+        with EventLog(folder) as events:
+            test_every = int(assignment.plan.training.get("test_every", 0))
+            machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every)
+            _Watch(machine, transport, events).run()
+    finally:
+        transport.close()
+
+
+class _Watch:
+    def __init__(self, machine: Supervisor, transport: ZmqTransport, events: EventLog) -> None:
+        self._machine = machine
+        self._transport = transport
+        self._events = events
+        self._next_tick = 0.0
+        self._next_status = 0.0
+
+    def run(self) -> None:
+        machine = self._machine
+        gone_by = None
+        while True:
+            now = time.monotonic()
+            if machine.view.phase == "stopping":
+                gone_by = gone_by or now + _FAREWELL_SECONDS
+                if now > gone_by:
+                    return
+            self._pass_time(now)
+            for envelope in self._transport.poll(max(0.0, self._next_tick - time.monotonic())):
+                machine.receive(envelope, time.monotonic())
+                self._tell()
+
+    def _pass_time(self, now: float) -> None:
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
+            self._machine.tick(now)
+            self._tell()
+        if now >= self._next_status:
+            self._next_status = now + _STATUS_SECONDS
+            status = _status(self._machine, now)
+            self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
+
+    def _tell(self) -> None:
+        for name, figures in self._machine.events:
+            self._events.emit(name, **figures)
+        self._machine.events.clear()
+        flush(self._machine, self._transport)
+
+
+def _status(machine: Supervisor, now: float) -> Status:
+    failure = machine.failure
+    return Status(
+        phase=machine.view.phase,
+        steps=machine.steps(),
+        samples=machine.samples(),
+        nodes=tuple(_node_status(member, now) for member in [*machine.servers, *machine.workers]),
+        tests=tuple(machine.tests),
+        replaced=sum(worker.incarnation - 1 for worker in machine.workers),
+        finished=machine.finished,
+        failure=(failure.kind, failure.peer, failure.text) if failure else None,
+    )
+
+
+def _node_status(member: Member, now: float) -> NodeStatus:
+    if member.beat is None or member.heard is None:
+        return NodeStatus(member.peer, "starting", 0.0, Figures())
+    return NodeStatus(member.peer, member.beat.state, now - member.heard, member.beat.figures)

@@ -1,0 +1,270 @@
+"""A worker's process: it reads batches, computes with pulled rows, and pushes gradients.
+
+``WorkerProcess.run`` is the main path. One thread computes; another talks to servers and supervisor, so that
+answers are dealt with, rows of the next batch pulled and signs of life given while it does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from holdfast.cluster.calls import Floats, Spread, spread_by
+from holdfast.cluster.faults import Faults
+from holdfast.cluster.loop import TICK_SECONDS, open_transport
+from holdfast.cluster.messages import Figures, Position, Rows, Evaluation
+from holdfast.cluster.model import WorkerModel
+from holdfast.cluster.node import Assignment
+from holdfast.cluster.steps import Item, Worker
+from holdfast.cluster.stream import Stream
+from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.data.reader import Batch
+from holdfast.errors import HoldfastError, TrainingDiverged
+from holdfast.tables.lookup import Placed, Placer
+from holdfast.training.config import config_from
+from holdfast.training.metrics import auc, log_loss
+from holdfast.training.readers import build_network, build_readers
+
+_SMOOTHING = 0.1
+
+
+def run(assignment: Assignment) -> None:
+    """Be a worker until the job ends or another takes this one's place."""
+    with open_transport(assignment, listens=False) as transport:
+        WorkerProcess(assignment, transport).run()
+
+
+class _Talk(threading.Thread):
+    """Talks to the others. Whoever touches the machine holds ``lock``."""
+
+    def __init__(self, machine: Worker, transport: ZmqTransport, faults: Faults) -> None:
+        super().__init__(name="talk", daemon=True)
+        self.lock = threading.Condition()
+        self.cpu: Counter[str] = Counter()
+        self.ended = False
+        self._machine = machine
+        self._transport = transport
+        self._faults = faults
+        self._stopping = False
+
+    def run(self) -> None:
+        next_tick = 0.0
+        while not self._stopping:
+            envelopes = self._transport.poll(max(0.0, next_tick - time.monotonic()))
+            now = time.monotonic()
+            with self.lock:
+                for envelope in envelopes:
+                    started = time.thread_time()
+                    self._machine.receive(envelope, now)
+                    part = "pull" if isinstance(envelope.message, Rows) else "push"
+                    self.cpu[part] += time.thread_time() - started
+                if now >= next_tick:
+                    next_tick = now + TICK_SECONDS
+                    self._machine.tick(now)
+                outgoing = self._machine.outbox[:]
+                self._machine.outbox.clear()
+                servers = self._machine.view.servers
+                if envelopes:
+                    self.lock.notify_all()
+            for server in servers:
+                if server.endpoint:
+                    self._transport.connect("server", server.slot, server.endpoint)
+            for envelope in outgoing:
+                self._faults.before(envelope.message)
+                self._transport.send(envelope)
+                self._faults.after(envelope.message)
+
+    def wake(self) -> None:
+        """There is something to send."""
+        self._transport.wake()
+
+    def stop(self) -> None:
+        """End the thread, with everything sent."""
+        with self.lock:
+            self._stopping = True
+        self.wake()
+        self.join()
+
+
+class WorkerProcess:
+    """One worker."""
+
+    def __init__(self, assignment: Assignment, transport: ZmqTransport) -> None:
+        self._plan = plan = assignment.plan
+        self._me = assignment.me
+        self._config = config = config_from(plan.training)
+        self._faults = Faults(assignment.faults)
+        torch.set_num_threads(config.threads or 1)
+        torch.manual_seed(config.seed)
+        self._reader, self._test_reader = build_readers(config)
+        network = build_network(config, self._reader)
+        self._model = WorkerModel(network, self._reader.table_rows)
+        self._placers = [Placer(group, plan.placement) for group in plan.groups[:-1]]
+        rows = np.arange(plan.groups[-1].rows)
+        placement = plan.placement
+        self._network_spread, self._network_order = spread_by(
+            placement.owner(rows), placement.place(rows), plan.servers
+        )
+        self._machine = Worker(assignment.me, plan, self._first_values)
+        self._talk = _Talk(self._machine, transport, self._faults)
+        self._cpu: Counter[str] = Counter()
+        self._loss = float("nan")
+        self._samples = self._steps = 0
+
+    def run(self) -> None:
+        """Train until there is nothing left to do, then wait for the end."""
+        self._talk.start()
+        try:
+            self._train()
+        except HoldfastError as error:
+            self._fail(str(error))
+        except Exception as error:
+            traceback.print_exc()
+            self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._talk.stop()
+
+    def _train(self) -> None:
+        machine, lock = self._machine, self._talk.lock
+        batches: Iterator[tuple[Position, Batch]] | None = None
+        while True:
+            with lock:
+                if machine.over:
+                    return
+                started, wants, test = machine.started, machine.wants_batch(), machine.test_due
+            if started is not None and batches is None:
+                batches = iter(self._stream(started.batch))
+            if wants and batches is not None:
+                self._feed(next(batches, None))
+                continue
+            if test:
+                self._test(test)
+                continue
+            with lock:
+                item = machine.take()
+                if item is None:
+                    lock.wait(TICK_SECONDS)
+            if item is not None:
+                self._step(item)
+
+    def _stream(self, after: Position) -> Stream:
+        config, plan = self._config, self._plan
+        return Stream(
+            self._reader,
+            self._me.slot,
+            plan.workers,
+            config.epochs,
+            after=after,
+            done=(),
+            max_batches=config.max_steps,
+        )
+
+    def _feed(self, found: tuple[Position, Batch] | None) -> None:
+        started = time.thread_time()
+        item = None
+        if found is not None:
+            position, batch = found
+            placed = self._place(batch)
+            item = Item(position, self._spreads(placed), (batch, placed), len(batch))
+        with self._talk.lock:
+            self._machine.feed(item, time.monotonic())
+        self._talk.wake()
+        self._cpu["pull"] += time.thread_time() - started
+
+    def _step(self, item: Item) -> None:
+        started = time.thread_time()
+        self._faults.reach("pulled", item.sequence)
+        batch, placed = item.payload
+        *pulled, network = item.rows
+        self._load_network(network)
+        loss, gradients, network_gradient = self._model.train(batch, placed, pulled)
+        computed = time.thread_time()
+        if not np.isfinite(loss):
+            raise TrainingDiverged(
+                f"the loss is {loss} at batch {item.position.index} of epoch {item.position.epoch}: "
+                f"lower optimizer.lr (it is {self._config.optimizer.rate})"
+            )
+        self._faults.reach("computed", item.sequence)
+        self._note(loss, len(batch))
+        ordered = network_gradient[self._network_order]
+        with self._talk.lock:
+            self._machine.finish([*gradients, ordered], time.monotonic())
+            self._machine.figures = self._figures()
+        self._talk.wake()
+        self._cpu["compute"] += computed - started
+        self._cpu["push"] += time.thread_time() - computed
+
+    def _test(self, number: int) -> None:
+        """AUC and log loss over the whole test part, with rows as they are while others train."""
+        logits: list[Floats] = []
+        labels: list[Floats] = []
+        with torch.no_grad():
+            for batch in self._test_reader.split(0, 1):
+                placed = self._place(batch)
+                *pulled, network = self._pull(self._spreads(placed))
+                self._load_network(network)
+                logits.append(self._model.predict(batch, placed, pulled))
+                labels.append(batch.labels)
+        scores, truth = np.concatenate(logits), np.concatenate(labels)
+        result = Evaluation(number, auc(scores, truth), log_loss(scores, truth), len(truth))
+        with self._talk.lock:
+            self._machine.tested = result
+            self._machine.beat(time.monotonic())
+        self._talk.wake()
+
+    def _pull(self, spreads: list[Spread]) -> list[Floats]:
+        with self._talk.lock:
+            call = self._machine.calls.pull(spreads, time.monotonic())
+            self._talk.wake()
+            while not call.done:
+                self._talk.lock.wait(TICK_SECONDS)
+        return call.rows
+
+    def _place(self, batch: Batch) -> list[Placed]:
+        ids = self._model.ids_of(batch)
+        return [placer.place(tables) for placer, tables in zip(self._placers, ids, strict=True)]
+
+    def _spreads(self, placed: list[Placed]) -> list[Spread]:
+        return [*(Spread(p.places, p.starts) for p in placed), self._network_spread]
+
+    def _load_network(self, values: Floats) -> None:
+        ordered = np.empty_like(values)
+        ordered[self._network_order] = values
+        self._model.load_network(ordered)
+
+    def _first_values(self, group: int) -> tuple[Spread, Floats]:
+        assert group == len(self._plan.groups) - 1
+        return self._network_spread, self._initial[self._network_order]
+
+    def _note(self, loss: float, samples: int) -> None:
+        smoothed = self._loss + _SMOOTHING * (loss - self._loss)
+        self._loss = smoothed if np.isfinite(self._loss) else loss
+        self._steps += 1
+        self._samples += samples
+
+    def _figures(self) -> Figures:
+        cpu = self._cpu + self._talk.cpu
+        return Figures(
+            samples=self._samples,
+            steps=self._steps,
+            loss=self._loss,
+            cpu_seconds=tuple(sorted(cpu.items())),
+        )
+
+    def _fail(self, error: str) -> None:
+        with self._talk.lock:
+            self._machine.error = error
+            self._machine.beat(time.monotonic())
+        self._talk.wake()
+        end = time.monotonic() + 5.0
+        while time.monotonic() < end:
+            with self._talk.lock:
+                if self._machine.over:
+                    return
+                self._talk.lock.wait(TICK_SECONDS)

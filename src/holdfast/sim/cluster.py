@@ -1,0 +1,282 @@
+"""A whole job in one thread on virtual time, with an oracle that knows every batch.
+
+The machines are those of a real job. Batches are made up: batch *b* adds 1 to each of some rows, so that a
+row's value says how many batches have counted for it, and any batch that was lost or counted twice shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.cluster.calls import Floats, Spread, spread_by
+from holdfast.cluster.membership import MemoryStorage, Supervisor
+from holdfast.cluster.messages import Beat, Exit, Peer, Position, Evaluation, View, ViewNumber
+from holdfast.cluster.plan import JobPlan, Timing
+from holdfast.cluster.server import Server
+from holdfast.cluster.steps import Item, Worker
+from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.transport.memory import CALM, Network, Weather
+from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
+
+ROWS = 40
+ROWS_OF_A_BATCH = 5
+COMPUTE_SECONDS = 0.02
+START_SECONDS = 0.5
+
+
+def counting_plan(*, servers: int, workers: int, atomic: bool, staleness: int = 1) -> JobPlan:
+    """A job whose rows count the batches that touched them."""
+    count = OptimizerPlan(name="sgd", lr=-1.0)
+    groups = (
+        GroupPlan(
+            name="a",
+            dim=1,
+            tables=(TablePlan("a", ROWS),),
+            optimizer=count,
+            initial="installed",
+        ),
+        GroupPlan(name="b", dim=2, tables=(TablePlan("b", 7),), optimizer=count, initial="installed"),
+    )
+    timing = Timing(silent_seconds=1.5, start_seconds=10.0, retry_seconds=0.1, stuck_seconds=1.0)
+    return JobPlan(
+        job="sim",
+        seed=0,
+        groups=groups,
+        servers=servers,
+        workers=workers,
+        atomic=atomic,
+        staleness=staleness,
+        timing=timing,
+        most_deaths=1000,  # a schedule of faults may well kill one again and again
+    )
+
+
+def rows_of(batch: int) -> list[NDArray[np.int64]]:
+    """The rows of each group that a batch counts for, all different."""
+    random = np.random.default_rng(batch)
+    return [
+        random.choice(ROWS, ROWS_OF_A_BATCH, replace=False),
+        random.choice(7, random.integers(0, 3), replace=False),
+    ]
+
+
+def counts(plan: JobPlan, batches: Sequence[int]) -> list[NDArray[np.float32]]:
+    """What each row is to be when exactly these batches have counted."""
+    expected = [np.zeros(group.rows, np.float32) for group in plan.groups]
+    for batch in batches:
+        for group, rows in enumerate(rows_of(batch)):
+            expected[group][rows] += 1
+    return expected
+
+
+class Copies:
+    """A saver that keeps a copy of each cut."""
+
+    def __init__(self, server: list[Server]) -> None:
+        self._server = server
+        self.copies: dict[int, list[NDArray[np.uint32]]] = {}
+
+    def cut(self, version: int) -> None:
+        """Copy all records."""
+        self.copies[version] = [shard.records.copy() for shard in self._server[0].shards]
+
+    def saved(self) -> tuple[int, bytes]:
+        """At once."""
+        return max(self.copies, default=0), b""
+
+
+class SimWorker:
+    """A worker whose computing takes virtual time."""
+
+    def __init__(self, me: Peer, plan: JobPlan, network: Network, batches: int) -> None:
+        self.me = me
+        self.machine = Worker(me, plan, self._first_values)
+        self.outbox = self.machine.outbox
+        self._plan, self._network, self._batches = plan, network, batches
+        self._next: int | None = None
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        """As the process round the machine does it."""
+        self.machine.receive(envelope, now)
+        self._work(now)
+
+    def tick(self, now: float) -> None:
+        """Likewise."""
+        self.machine.tick(now)
+        self._work(now)
+
+    def _work(self, now: float) -> None:
+        machine = self.machine
+        if machine.over:
+            self._network.kill(self.me)
+            return
+        if machine.test_due:
+            machine.tested = Evaluation(machine.test_due, 0.5, 0.5, 1)
+            machine.beat(now)
+        if machine.started is not None and self._next is None:
+            done = machine.started.batch.index
+            self._next = self.me.slot if done < 0 else done + self._plan.workers
+        while machine.wants_batch():
+            assert self._next is not None
+            if self._next >= self._batches:
+                machine.feed(None, now)
+                break
+            machine.feed(self._item(self._next), now)
+            self._next += self._plan.workers
+        if machine.take() is not None:
+            self._network.at(now + COMPUTE_SECONDS, self._computed)
+
+    def _computed(self) -> None:
+        if self._network.nodes.get(self.me) is not self:
+            return
+        if self._network.paused(self.me):
+            self._network.at(self._network.now + COMPUTE_SECONDS, self._computed)
+            return
+        item = self.machine._computing
+        assert item is not None
+        ones = [
+            np.ones((len(spread.places), group.dim), np.float32)
+            for spread, group in zip(item.spreads, self._plan.groups, strict=True)
+        ]
+        self.machine.finish(ones, self._network.now)
+        self._work(self._network.now)
+        self._network.flush(self)
+
+    def _item(self, batch: int) -> Item:
+        return Item(Position(0, batch), [self._spread(rows) for rows in rows_of(batch)], batch, 1)
+
+    def _spread(self, rows: NDArray[np.int64]) -> Spread:
+        placement = self._plan.placement
+        return spread_by(placement.owner(rows), placement.place(rows), self._plan.servers)[0]
+
+    def _first_values(self, group: int) -> tuple[Spread, Floats]:
+        plan = self._plan.groups[group]
+        return self._spread(np.arange(plan.rows)), np.zeros((plan.rows, plan.dim), np.float32)
+
+
+class SimLauncher:
+    """Starts the processes that views ask for, and says which have ended."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.me = Peer("launcher")
+        self.outbox: list[Envelope] = []
+        self.exited: list[Exit] = []
+        self.view = View(ViewNumber(), "starting")
+        self._cluster = cluster
+        self._started: dict[tuple[str, int], int] = {}
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        """Take a view."""
+        view = envelope.message
+        if isinstance(view, View) and view.number > self.view.number:
+            self.view = view
+            for worker in view.workers:
+                if worker.incarnation > self._started.get(("worker", worker.slot), 0):
+                    self._started["worker", worker.slot] = worker.incarnation
+                    self._cluster.start_worker(worker.slot, worker.incarnation)
+
+    def tick(self, now: float) -> None:
+        """Say what has ended, again and again."""
+        beat = Beat("ready", self.view.number, exited=tuple(self.exited))
+        self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
+
+
+@dataclass
+class Cluster:
+    """A job on virtual time.
+
+    Args:
+        plan: from ``counting_plan``.
+        seed: decides everything that is left to chance.
+        batches: how many there are.
+    """
+
+    plan: JobPlan
+    seed: int
+    batches: int
+    weather: Weather = CALM
+    storage: MemoryStorage = field(default_factory=MemoryStorage)
+    server_class: type[Server] = Server
+    supervisor_class: type[Supervisor] = Supervisor
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.seed, self.weather)
+        self.random = self.network.random
+        self.servers: list[Server] = []
+        self.savers: list[Copies] = []
+        for slot in range(self.plan.servers):
+            holder: list[Server] = []
+            saver = Copies(holder)
+            server = self.server_class(Peer("server", slot, 1), self.plan, f"s{slot}", saver=saver)
+            holder.append(server)
+            self.servers.append(server)
+            self.savers.append(saver)
+            self.network.add(server)
+        self.launcher = SimLauncher(self)
+        self.network.add(self.launcher)
+        self.cuts: list[tuple[int, tuple[Position, ...]]] = []
+        self.start_supervisor()
+
+    def start_supervisor(self) -> None:
+        """Start it, or start it again."""
+        self.supervisor = self.supervisor_class(self.plan, self.storage, self.network.now)
+        self.network.add(self.supervisor)
+
+    def start_worker(self, slot: int, incarnation: int) -> None:
+        """A process takes its time to come up."""
+        worker = SimWorker(Peer("worker", slot, incarnation), self.plan, self.network, self.batches)
+        self.network.at(self.network.now + START_SECONDS, lambda: self.network.add(worker))
+
+    def kill_worker(self, slot: int, *, noticed: bool) -> None:
+        """kill -9; without ``noticed`` only its silence tells."""
+        for peer in [p for p in self.network.nodes if p.role == "worker" and p.slot == slot]:
+            self.network.kill(peer)
+            if noticed:
+                self.launcher.exited.append(Exit(peer, -9))
+
+    def cut(self) -> None:
+        """Make a consistent cut as soon as that is possible."""
+        if self.supervisor.cut is None and self.supervisor.view.phase == "running":
+            self.supervisor.request_cut(1 + max((v for s in self.savers for v in s.copies), default=0))
+            self.network.flush(self.supervisor)
+
+    def collect_cuts(self) -> None:
+        """Note the cuts that were made since last asked."""
+        for cut in self.supervisor.cuts_made:
+            self.cuts.append((cut.version, cut.positions))
+        self.supervisor.cuts_made.clear()
+
+    def values(self, group: int, copies: list[list[NDArray[np.uint32]]] | None = None) -> Floats:
+        """The first weight of every row of a group: now, or in copies of each server's records."""
+        plan = self.plan.groups[group]
+        values = np.full(plan.rows, np.nan, np.float32)
+        for server in self.servers:
+            records = copies[server.me.slot][group] if copies else server.shards[group].records
+            rows = self.plan.placement.row(server.me.slot, np.arange(len(records)))
+            real = rows < plan.rows
+            values[rows[real]] = records[real, 0].view(np.float32)
+        return values
+
+    def violations(self) -> list[str]:
+        """What is wrong when the job is done: batches that did not count once, cuts that are not one
+        instant."""
+        wrong = self._differences("at the end", counts(self.plan, range(self.batches)), None)
+        for version, positions in self.cuts:
+            done = [b for b in range(self.batches) if b <= positions[b % self.plan.workers].index]
+            copies = [saver.copies[version] for saver in self.savers]
+            wrong += self._differences(f"in cut {version}", counts(self.plan, done), copies)
+        return wrong
+
+    def _differences(
+        self, where: str, expected: list[NDArray[np.float32]], copies: list[list[NDArray[np.uint32]]] | None
+    ) -> list[str]:
+        wrong = []
+        for group, right in enumerate(expected):
+            found = self.values(group, copies)
+            for row in np.flatnonzero(found != right):
+                wrong.append(f"{where}: row {row} of group {group} is {found[row]}, expected {right[row]}")
+        return wrong

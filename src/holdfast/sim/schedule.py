@@ -1,0 +1,117 @@
+"""Failures of a job on virtual time: the same seed gives the same schedule, to the last message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from holdfast.cluster.messages import Peer
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.transport.memory import Weather
+from holdfast.sim.cluster import Cluster, counting_plan
+
+KINDS = ("kill", "silence", "pause", "zombie", "link", "supervisor", "cut")
+
+
+@dataclass
+class Outcome:
+    """How a simulated job went."""
+
+    seed: int
+    finished: bool
+    violations: list[str]
+    faults: Counter[str]
+    virtual_seconds: float
+    cuts: int
+    messages: Counter[str] = field(default_factory=Counter)
+
+
+def plan_of(seed: int) -> JobPlan:
+    """Shapes of jobs in turn: numbers of servers and workers, one or two phases, staleness."""
+    return counting_plan(
+        servers=(1, 2, 3, 4)[seed % 4],
+        workers=(2, 1, 3)[seed // 4 % 3],
+        atomic=seed % 2 == 0,
+        staleness=(1, 0, 2)[seed // 2 % 3],
+    )
+
+
+def simulate(seed: int, *, batches: int = 40, faults: int = 10, cluster: Cluster | None = None) -> Outcome:
+    """Run a job with failures at random times, and compare what its rows are with what they must be."""
+    if cluster is None:
+        weather = Weather(loss=0.02, duplication=0.05, delay_seconds=0.003, ordered=seed % 5 == 0)
+        cluster = Cluster(plan_of(seed), seed, batches, weather)
+    schedule = _Schedule(cluster, faults)
+    network, supervisor = cluster.network, lambda: cluster.supervisor
+    over = network.run(lambda: supervisor().finished or supervisor().failure is not None, 600.0)
+    cluster.collect_cuts()
+    violations = cluster.violations() if over and supervisor().finished else []
+    if supervisor().failure is not None:
+        violations.append(f"the job failed: {supervisor().failure}")
+    elif not over:
+        violations.append("the job did not end")
+    return Outcome(
+        seed,
+        supervisor().finished,
+        violations,
+        schedule.done,
+        network.now,
+        len(cluster.cuts),
+        network.counts,
+    )
+
+
+class _Schedule:
+    """One fault after the other, until there have been enough."""
+
+    def __init__(self, cluster: Cluster, faults: int) -> None:
+        self.done: Counter[str] = Counter()
+        self._cluster = cluster
+        self._left = faults
+        self._network = cluster.network
+        self._random = cluster.random
+        self._network.at(self._random.uniform(0.5, 1.0), self._next)
+
+    def _next(self) -> None:
+        if self._left == 0:
+            return
+        self._left -= 1
+        if self._cluster.supervisor.view.phase in ("running", "holding"):
+            kind = self._random.choice(KINDS)
+            self.done[kind] += 1
+            getattr(self, f"_{kind}")(self._random.randrange(self._cluster.plan.workers))
+        self._network.at(self._network.now + self._random.expovariate(1 / 0.3), self._next)
+
+    def _kill(self, worker: int) -> None:
+        self._cluster.kill_worker(worker, noticed=True)
+
+    def _silence(self, worker: int) -> None:
+        self._cluster.kill_worker(worker, noticed=False)
+
+    def _pause(self, worker: int) -> None:
+        """As SIGSTOP and SIGCONT do it: often for long enough that another has taken over meanwhile."""
+        for peer in [p for p in self._network.nodes if p.role == "worker" and p.slot == worker]:
+            self._network.pause(peer, self._random.uniform(0.1, 4.0))
+
+    def _zombie(self, worker: int) -> None:
+        """A worker that wakes up when it has just been replaced, while everybody holds for a cut."""
+        at = self._network.now
+        for peer in [p for p in self._network.nodes if p.role == "worker" and p.slot == worker]:
+            self._network.pause(peer, self._random.uniform(1.6, 2.4))
+        self._network.at(at + self._random.uniform(1.4, 2.2), lambda: self._cut(worker))
+
+    def _link(self, worker: int) -> None:
+        server = Peer("server", self._random.randrange(self._cluster.plan.servers))
+        self._network.cut_link(Peer("worker", worker), server, self._random.uniform(0.1, 2.5))
+
+    def _supervisor(self, worker: int) -> None:
+        cluster, network = self._cluster, self._network
+        if cluster.supervisor.me in network.nodes:
+            cluster.collect_cuts()
+            network.kill(cluster.supervisor.me)
+            network.at(network.now + self._random.uniform(0.05, 0.5), cluster.start_supervisor)
+
+    def _cut(self, worker: int) -> None:
+        self._cluster.collect_cuts()
+        if self._cluster.supervisor.me in self._network.nodes:
+            self._cluster.cut()
