@@ -18,7 +18,7 @@ from holdfast.cluster.keys import Keys, load_keys
 from holdfast.cluster.launch.base import Engine
 from holdfast.cluster.loop import flush
 from holdfast.cluster.membership import Durable
-from holdfast.cluster.messages import Beat, Exit, Peer, Role, Status, Evaluation, View, ViewNumber
+from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Role, Status, View, ViewNumber
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.supervisor import STATE_FILE

@@ -21,13 +21,13 @@ from msgspec.structs import asdict, replace
 
 from holdfast.cluster.messages import (
     Beat,
+    Evaluation,
     Exit,
     Message,
     Peer,
     Position,
     Role,
     ServerInView,
-    Evaluation,
     View,
     ViewNumber,
     WorkerInView,

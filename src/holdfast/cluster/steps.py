@@ -15,10 +15,10 @@ from holdfast.cluster.calls import Calls, Floats, PullCall, PushCall, Spread
 from holdfast.cluster.messages import (
     START,
     Beat,
+    Evaluation,
     Figures,
     Peer,
     Position,
-    Evaluation,
     View,
     ViewNumber,
     WorkerInView,

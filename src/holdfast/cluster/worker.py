@@ -18,7 +18,7 @@ import torch
 from holdfast.cluster.calls import Floats, Spread, spread_by
 from holdfast.cluster.faults import Faults
 from holdfast.cluster.loop import TICK_SECONDS, open_transport
-from holdfast.cluster.messages import Figures, Position, Rows, Evaluation
+from holdfast.cluster.messages import Evaluation, Figures, Position, Rows
 from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.steps import Item, Worker

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from holdfast.cluster.calls import Floats, Spread, spread_by
 from holdfast.cluster.membership import MemoryStorage, Supervisor
-from holdfast.cluster.messages import Beat, Exit, Peer, Position, Evaluation, View, ViewNumber
+from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Position, View, ViewNumber
 from holdfast.cluster.plan import JobPlan, Timing
 from holdfast.cluster.server import Server
 from holdfast.cluster.steps import Item, Worker

@@ -42,17 +42,18 @@ def simulate(seed: int, *, batches: int = 40, faults: int = 10, cluster: Cluster
         weather = Weather(loss=0.02, duplication=0.05, delay_seconds=0.003, ordered=seed % 5 == 0)
         cluster = Cluster(plan_of(seed), seed, batches, weather)
     schedule = _Schedule(cluster, faults)
-    network, supervisor = cluster.network, lambda: cluster.supervisor
-    over = network.run(lambda: supervisor().finished or supervisor().failure is not None, 600.0)
+    network = cluster.network
+    over = network.run(lambda: cluster.supervisor.view.phase == "stopping", 600.0)
     cluster.collect_cuts()
-    violations = cluster.violations() if over and supervisor().finished else []
-    if supervisor().failure is not None:
-        violations.append(f"the job failed: {supervisor().failure}")
+    supervisor = cluster.supervisor
+    violations = cluster.violations() if supervisor.finished else []
+    if supervisor.failure is not None:
+        violations.append(f"the job failed: {supervisor.failure}")
     elif not over:
         violations.append("the job did not end")
     return Outcome(
         seed,
-        supervisor().finished,
+        supervisor.finished,
         violations,
         schedule.done,
         network.now,

@@ -90,6 +90,10 @@ class GroupShard:
         update.gather_weights(self.records, places, out)
         return out
 
+    def check(self, places: Places) -> None:
+        """Raise ValueError unless these are places of rows of this server, all different."""
+        self._checked(places, self._seen)
+
     def push(self, places: Places, gradients: Floats, differences: Records | None = None) -> None:
         """Update these rows, all different, by their gradients [places, dim], through the plan's optimizer.
 

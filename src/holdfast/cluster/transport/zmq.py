@@ -11,6 +11,7 @@ keys every connection is encrypted, and only holders of an allowed key get throu
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -87,7 +88,7 @@ class Counters:
 
 
 class ZmqTransport:
-    """One node's sockets. All calls must come from one thread.
+    """One node's sockets. All calls but ``wake`` must come from one thread.
 
     Args:
         me: this node: only messages for its role and slot come through.
@@ -119,6 +120,8 @@ class ZmqTransport:
         # Its own context: ZeroMQ asks one authenticator in each context who may connect.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._bell, zmq.POLLIN)
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._gate: zmq.Socket[bytes] | None = None
@@ -214,6 +217,10 @@ class ZmqTransport:
                 self._drain(ready, envelopes)
         return envelopes
 
+    def wake(self) -> None:
+        """Let a ``poll`` that waits return at once. The one call that may come from any thread."""
+        os.eventfd_write(self._bell, 1)
+
     def close(self, linger_seconds: float = 0.2) -> None:
         """Close all sockets; what has been sent may take so long to leave. Closing twice does no harm."""
         if self._context.closed:
@@ -229,6 +236,7 @@ class ZmqTransport:
         self._dealers.clear()
         self._routes.clear()
         self._context.term()
+        os.close(self._bell)
 
     def __enter__(self) -> ZmqTransport:
         return self
