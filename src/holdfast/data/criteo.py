@@ -249,6 +249,7 @@ class Criteo:
     def _start_at(self, position: _Position) -> None:
         self._position = position
         self._exhausted = False
+        self._first_wanted = 0
 
     @property
     def bad_lines(self) -> int:
@@ -315,9 +316,10 @@ class Criteo:
         capacity = min(self.batch_size, self._most_samples() + 1)
         try:
             while True:
-                others = (self._worker - index) % self._workers
-                stream.skip(others * self.batch_size)
-                index += others
+                wanted = max(index, self._first_wanted)
+                wanted += (self._worker - wanted) % self._workers
+                stream.skip((wanted - index) * self.batch_size)
+                index = wanted
                 batch, lines = self._read_batch(stream, index, capacity)
                 if lines == 0 or (self._drop_last and lines < self.batch_size):
                     break
@@ -421,10 +423,20 @@ class Criteo:
         Readers are equal if all options are but ``on_bad_line``, the files' folders, and the options
         that have no effect together with the others.
         """
+        self._check_not_iterating("load the state")
+        self._start_at(_position_from(state, self._options()))
+
+    def skip_to(self, index: int) -> None:
+        """Leave out the batches before ``index``: their lines are counted, not parsed."""
+        self._check_not_iterating("skip")
+        if self._exhausted:
+            self._start_at(_Position())
+        self._first_wanted = index
+
+    def _check_not_iterating(self, what: str) -> None:
         iteration = self._iteration() if self._iteration else None
         if iteration is not None and inspect.getgeneratorstate(iteration) != inspect.GEN_CLOSED:
-            raise WrongReaderState("an iteration is in progress: load the state before iter()")
-        self._start_at(_position_from(state, self._options()))
+            raise WrongReaderState(f"an iteration is in progress: {what} before iter()")
 
 
 def _position_from(state: dict[str, Any], options: dict[str, Any]) -> _Position:

@@ -44,6 +44,10 @@ class Reader(Protocol):
     last one has been asked for in vain, of the start. Iterating again after the end starts over; after
     a break it goes on where it was. ``load_state_dict`` between ``iter`` and the stream's end
     raises ``WrongReaderState``: it would come too late to have an effect.
+
+    A reader that can pass batches for less than it costs to make them may have ``skip_to(index)``: called
+    where ``load_state_dict`` may be, it leaves out the batches before ``index``. Without it, they are made
+    and dropped.
     """
 
     @property

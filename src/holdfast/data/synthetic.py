@@ -128,6 +128,12 @@ class Synthetic:
         mine._iterating = False
         return mine
 
+    def skip_to(self, index: int) -> None:
+        """Leave out the batches before ``index``: nothing is made to pass them."""
+        if self._iterating:
+            raise WrongReaderState("skip_to came after iter(): skip, then iterate")
+        self._next_index = max(self._next_index, index + (self._worker - index) % self._workers)
+
     def progress(self) -> float:
         """How much of the stream has been handed out, 0 to 1."""
         return min(1.0, self._next_index / self.batches)

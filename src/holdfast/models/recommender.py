@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from holdfast.errors import ConfigError
+
+
+def table_dims(network: nn.Module, tables: int) -> tuple[int, ...]:
+    """How long the rows of each table must be: the network's ``table_dims``, or its ``table_dim`` for all."""
+    name = type(network).__name__
+    dims = getattr(network, "table_dims", None)
+    if dims is None:
+        dim = getattr(network, "table_dim", None)
+        if dim is None:
+            raise ConfigError(
+                f"{name} has no attribute table_dim: set it to the length of a row of its tables,"
+                " or table_dims to a length for each table"
+            )
+        dims = (dim,) * tables
+    dims = tuple(dims)
+    if len(dims) != tables:
+        raise ConfigError(
+            f"{name}.table_dims has {len(dims)} lengths: expected one for each of {tables} tables"
+        )
+    for dim in dims:
+        if not isinstance(dim, int) or dim < 1:
+            raise ConfigError(f"{name} wants table rows of length {dim!r}: expected a whole number from 1")
+    return dims
+
+
+def loss_function(network: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """What training lowers: the network's own ``loss(logits, labels)``, else the mean cross-entropy."""
+    own = getattr(network, "loss", None)
+    return own if callable(own) else binary_cross_entropy_with_logits
 
 
 class EmbeddingTables(nn.ModuleList):
@@ -16,9 +48,10 @@ class EmbeddingTables(nn.ModuleList):
     Rows start uniform in ±1/sqrt(rows), as in the DLRM reference.
     """
 
-    def __init__(self, table_rows: Sequence[int], dim: int) -> None:
+    def __init__(self, table_rows: Sequence[int], dims: int | Sequence[int]) -> None:
         super().__init__()
-        for rows in table_rows:
+        widths = [dims] * len(table_rows) if isinstance(dims, int) else dims
+        for rows, dim in zip(table_rows, widths, strict=True):
             # EmbeddingBag would fill the weight with normals first: at millions of rows that shows.
             weight = torch.empty(rows, dim).uniform_(-1 / math.sqrt(rows), 1 / math.sqrt(rows))
             self.append(nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=weight))
@@ -36,13 +69,14 @@ class Recommender(nn.Module):
     """Tables and the network that reads them.
 
     Args:
-        network: a model that takes dense features and looked-up embeddings, with a ``table_dim``.
+        network: a model that takes dense features and looked-up embeddings, with a ``table_dim``, or
+            ``table_dims`` if its tables differ in width.
         table_rows: rows of each table.
     """
 
     def __init__(self, network: nn.Module, table_rows: Sequence[int]) -> None:
         super().__init__()
-        self.tables = EmbeddingTables(table_rows, cast("int", network.table_dim))
+        self.tables = EmbeddingTables(table_rows, table_dims(network, len(table_rows)))
         self.network = network
 
     def forward(self, dense: Tensor, ids: Sequence[Tensor], offsets: Sequence[Tensor] | None) -> Tensor:

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.data.reader import Batch, Reader
 from holdfast.errors import TrainingDiverged
 from holdfast.events import EventLog
 from holdfast.models.presets import build
-from holdfast.models.recommender import Recommender
+from holdfast.models.recommender import Recommender, loss_function
 from holdfast.training.config import Config
 from holdfast.training.metrics import auc, digest, log_loss
 from holdfast.training.optimizers import build_optimizers
@@ -87,7 +87,7 @@ class Trainer:
         )
         self.model = Recommender(network, reader.table_rows)
         self.optimizers = build_optimizers(config.optimizer, self.model)
-        self.loss_function = nn.BCEWithLogitsLoss()
+        self.loss_function = loss_function(network)
         self.step = 0
         self.samples = 0
         self.train_seconds = 0.0
@@ -167,7 +167,7 @@ class Trainer:
         """One update of every parameter that the batch touches; the loss before it."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss: Tensor = self.loss_function(self._logits(batch), torch.from_numpy(batch.labels))
+        loss = self.loss_function(self._logits(batch), torch.from_numpy(batch.labels))
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self.optimizers:
             optimizer.step()
