@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,3 +48,9 @@ def flush(node: Node, transport: ZmqTransport) -> None:
     for envelope in node.outbox:
         transport.send(envelope)
     node.outbox.clear()
+
+
+def memory_bytes() -> int:
+    """What this process has in memory."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

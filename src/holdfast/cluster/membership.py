@@ -325,7 +325,8 @@ class Supervisor:
     def _sequence(self, worker: _WorkerMember) -> int:
         """The last batch that all servers have applied."""
         marks = [s.beat.marks[worker.slot].sequence for s in self.servers if s.beat is not None]
-        return min(marks, default=0)
+        said = worker.beat.sequence if worker.beat is not None else 0  # often before servers say it
+        return max(min(marks, default=0), said)
 
     def _member(self, peer: Peer) -> Member | None:
         slots: dict[str, list[Any]] = {"server": self.servers, "worker": self.workers}

@@ -7,13 +7,14 @@ torch.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.cluster.loop import open_transport, run_node
+from holdfast.cluster.loop import memory_bytes, open_transport, run_node
 from holdfast.cluster.messages import (
     Beat,
     Commit,
@@ -121,7 +122,11 @@ class Server:
     def figures(self) -> Figures:
         """What the live view shows."""
         return Figures(
-            steps=self.pushes, rows=sum(shard.rows for shard in self.shards), malformed=self.malformed
+            steps=self.pushes,
+            rows=sum(shard.rows for shard in self.shards),
+            malformed=self.malformed,
+            memory_bytes=memory_bytes(),
+            cpu_seconds=(("server", time.process_time()),),
         )
 
     def _answer(self, envelope: Envelope) -> tuple[Rows | Pushed | Refused | None, Sequence[Frame]]:

@@ -6,30 +6,35 @@ answers are dealt with, rows of the next batch pulled and signs of life given wh
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import torch
 
-from holdfast.cluster.calls import Floats, Spread, spread_by
+from holdfast.cluster.calls import Floats, Spread, empty_spread, spread_by
 from holdfast.cluster.faults import Faults
-from holdfast.cluster.loop import TICK_SECONDS, open_transport
-from holdfast.cluster.messages import Evaluation, Figures, Position, Rows
+from holdfast.cluster.loop import TICK_SECONDS, memory_bytes, open_transport
+from holdfast.cluster.messages import Evaluation, Figures, Position, Rows, WorkerInView
 from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.stream import Stream
 from holdfast.cluster.transport.zmq import ZmqTransport
 from holdfast.data.reader import Batch
-from holdfast.errors import HoldfastError, TrainingDiverged
+from holdfast.errors import DataError, HoldfastError, TrainingDiverged
+from holdfast.models.recommender import table_dims
 from holdfast.tables.lookup import Placed, Placer
-from holdfast.training.config import config_from
+from holdfast.training.config import Config
 from holdfast.training.metrics import auc, log_loss
-from holdfast.training.readers import build_network, build_readers
+from holdfast.training.networks import build_network
+from holdfast.training.readers import build_readers
 
 _SMOOTHING = 0.1
 
@@ -46,14 +51,21 @@ class _Talk(threading.Thread):
     def __init__(self, machine: Worker, transport: ZmqTransport, faults: Faults) -> None:
         super().__init__(name="talk", daemon=True)
         self.lock = threading.Condition()
-        self.cpu: Counter[str] = Counter()
-        self.ended = False
+        self.cpu: defaultdict[str, float] = defaultdict(float)
         self._machine = machine
         self._transport = transport
         self._faults = faults
         self._stopping = False
 
     def run(self) -> None:
+        """Until ``stop``; an error ends the process, for nobody would hear of it."""
+        try:
+            self._run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def _run(self) -> None:
         next_tick = 0.0
         while not self._stopping:
             envelopes = self._transport.poll(max(0.0, next_tick - time.monotonic()))
@@ -98,22 +110,25 @@ class WorkerProcess:
     def __init__(self, assignment: Assignment, transport: ZmqTransport) -> None:
         self._plan = plan = assignment.plan
         self._me = assignment.me
-        self._config = config = config_from(plan.training)
+        self._config = config = msgspec.convert(plan.training, Config)
         self._faults = Faults(assignment.faults)
         torch.set_num_threads(config.threads or 1)
         torch.manual_seed(config.seed)
         self._reader, self._test_reader = build_readers(config)
         network = build_network(config, self._reader)
-        self._model = WorkerModel(network, self._reader.table_rows)
+        rows = self._reader.table_rows
+        self._model = WorkerModel(network, rows, table_dims(network, len(rows)))
+        self._initial = self._model.initial_network()
         self._placers = [Placer(group, plan.placement) for group in plan.groups[:-1]]
-        rows = np.arange(plan.groups[-1].rows)
+        of_network = np.arange(plan.groups[-1].rows)
         placement = plan.placement
         self._network_spread, self._network_order = spread_by(
-            placement.owner(rows), placement.place(rows), plan.servers
+            placement.owner(of_network), placement.place(of_network), plan.servers
         )
         self._machine = Worker(assignment.me, plan, self._first_values)
+        self._stream: Stream | None = None
         self._talk = _Talk(self._machine, transport, self._faults)
-        self._cpu: Counter[str] = Counter()
+        self._cpu: defaultdict[str, float] = defaultdict(float)
         self._loss = float("nan")
         self._samples = self._steps = 0
 
@@ -139,7 +154,7 @@ class WorkerProcess:
                     return
                 started, wants, test = machine.started, machine.wants_batch(), machine.test_due
             if started is not None and batches is None:
-                batches = iter(self._stream(started.batch))
+                batches = self._batches(started)
             if wants and batches is not None:
                 self._feed(next(batches, None))
                 continue
@@ -153,17 +168,14 @@ class WorkerProcess:
             if item is not None:
                 self._step(item)
 
-    def _stream(self, after: Position) -> Stream:
+    def _batches(self, start: WorkerInView) -> Iterator[tuple[Position, Batch]]:
+        """This worker's part of the stream, behind the last batch that counts."""
         config, plan = self._config, self._plan
-        return Stream(
-            self._reader,
-            self._me.slot,
-            plan.workers,
-            config.epochs,
-            after=after,
-            done=(),
-            max_batches=config.max_steps,
-        )
+        self._stream = Stream(self._reader, self._me.slot, plan.workers, config.epochs, start.batch)
+        if config.max_steps is None:
+            return iter(self._stream)
+        mine = len(range(self._me.slot, config.max_steps, plan.workers))
+        return itertools.islice(self._stream, max(0, mine - start.sequence))
 
     def _feed(self, found: tuple[Position, Batch] | None) -> None:
         started = time.thread_time()
@@ -181,6 +193,9 @@ class WorkerProcess:
         started = time.thread_time()
         self._faults.reach("pulled", item.sequence)
         batch, placed = item.payload
+        if len(batch) == 0:
+            self._finish(item, None)
+            return
         *pulled, network = item.rows
         self._load_network(network)
         loss, gradients, network_gradient = self._model.train(batch, placed, pulled)
@@ -192,13 +207,19 @@ class WorkerProcess:
             )
         self._faults.reach("computed", item.sequence)
         self._note(loss, len(batch))
-        ordered = network_gradient[self._network_order]
-        with self._talk.lock:
-            self._machine.finish([*gradients, ordered], time.monotonic())
-            self._machine.figures = self._figures()
-        self._talk.wake()
+        self._finish(item, [*gradients, network_gradient[self._network_order]])
         self._cpu["compute"] += computed - started
         self._cpu["push"] += time.thread_time() - computed
+
+    def _finish(self, item: Item, gradients: list[Floats] | None) -> None:
+        """Hand gradients on; None: the batch has no samples, it counts and moves nothing."""
+        if gradients is None:
+            item.spreads = [empty_spread(self._plan.servers)] * len(self._plan.groups)
+            gradients = [np.empty((0, group.dim), np.float32) for group in self._plan.groups]
+        with self._talk.lock:
+            self._machine.finish(gradients, time.monotonic())
+            self._machine.figures = self._figures()
+        self._talk.wake()
 
     def _test(self, number: int) -> None:
         """AUC and log loss over the whole test part, with rows as they are while others train."""
@@ -227,8 +248,14 @@ class WorkerProcess:
         return call.rows
 
     def _place(self, batch: Batch) -> list[Placed]:
-        ids = self._model.ids_of(batch)
-        return [placer.place(tables) for placer, tables in zip(self._placers, ids, strict=True)]
+        placed = []
+        for placer, tables in zip(self._placers, self._model.groups, strict=True):
+            offsets = None if batch.offsets is None else [batch.offsets[t] for t in tables]
+            try:
+                placed.append(placer.place([batch.ids[t] for t in tables], offsets))
+            except ValueError as error:
+                raise DataError(f"batch {batch.index}: {error}") from None
+        return placed
 
     def _spreads(self, placed: list[Placed]) -> list[Spread]:
         return [*(Spread(p.places, p.starts) for p in placed), self._network_spread]
@@ -249,11 +276,13 @@ class WorkerProcess:
         self._samples += samples
 
     def _figures(self) -> Figures:
-        cpu = self._cpu + self._talk.cpu
+        cpu = {part: self._cpu[part] + self._talk.cpu[part] for part in ("pull", "compute", "push")}
         return Figures(
             samples=self._samples,
             steps=self._steps,
             loss=self._loss,
+            progress=self._stream.progress() if self._stream else 0.0,
+            memory_bytes=memory_bytes(),
             cpu_seconds=tuple(sorted(cpu.items())),
         )
 

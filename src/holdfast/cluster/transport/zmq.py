@@ -213,6 +213,8 @@ class ZmqTransport:
                 self._answer_gate()
             elif ready is self._monitor:
                 self._count_refused()
+            elif ready == self._bell:
+                os.eventfd_read(self._bell)
             else:
                 self._drain(ready, envelopes)
         return envelopes
