@@ -2,16 +2,19 @@
 
 Tables of equal width that one optimizer updates form a *group*: their rows are numbered through, table after
 table, and a row of the group is one record of 32-bit words, weights first, then optimizer state, then the
-number of updates where the optimizer counts them. The network's parameters are a group too: one long vector,
-cut into rows of equal width.
+number of updates where the optimizer counts them. All words are float32, but for that number ("step"),
+which is an unsigned integer and so counts exactly. The network's parameters are a group too: one long
+vector, cut into rows of equal width.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from typing import Literal, Protocol
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 OptimizerName = Literal["sgd", "momentum", "adagrad", "rowwise-adagrad", "adam"]
 
@@ -43,6 +46,33 @@ class TablePlan(Struct, frozen=True):
 
     name: str
     rows: int
+
+
+class RowPlacement(Protocol):
+    """Where rows lie, as ``holdfast.coding.placement.Placement`` says it."""
+
+    @property
+    def servers(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def k(self) -> int:
+        """Data records of a stripe."""
+        ...
+
+    @property
+    def r(self) -> int:
+        """Parity records of a stripe."""
+        ...
+
+    def records(self, rows: int) -> int:
+        """How many records a server keeps for so many rows."""
+        ...
+
+    def row(self, server: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each record of a server."""
+        ...
 
 
 class GroupPlan(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,192 @@
+"""The rows of one group that one server holds."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.kernels import rows as row_loops
+from holdfast.kernels import update
+from holdfast.tables.optimizers import updater
+from holdfast.tables.plan import GroupPlan, RowPlacement
+
+Places = NDArray[np.uint32] | NDArray[np.int64]
+Floats = NDArray[np.float32]
+Records = NDArray[np.uint32]
+
+_LINE_WORDS = 16
+_NO_BITS: NDArray[np.uint64] = np.zeros(0, np.uint64)
+
+
+class GroupShard:
+    """The records of a group at one server, and all that is done to them.
+
+    ``places`` are numbers of records at this server, uint32 or int64, as ``Placement.place`` gives them. What
+    is wrong with places or shapes is a ``ValueError`` that says so, and nothing has changed then: places
+    beyond the records, records that stand for no row, and, where records are written, places that are named
+    twice. Values are bits: NaN and infinities are taken as they are. Not safe for use by two threads at once,
+    except that ``pull`` may run beside ``pull``.
+    """
+
+    plan: GroupPlan
+    records: Records
+    """[placement.records(plan.rows), plan.words]; those that stand for no row are zero."""
+    marks: NDArray[np.uint64]
+    """A bitmap of the records that changed since ``take_marks``; first values of "uniform" are no change."""
+    installed: bool
+    """Whether there are first values. Whoever restores all records by ``write`` sets it."""
+    rows: int
+    """How many rows lie here."""
+
+    def __init__(self, plan: GroupPlan, placement: RowPlacement, server: int, seed: int) -> None:
+        if not 0 <= server < placement.servers:
+            raise ValueError(f"server {server}: expected 0 to {placement.servers - 1}")
+        self.plan = plan
+        self.placement = placement
+        self.server = server
+        count = placement.records(plan.rows)
+        if count > 2**32:
+            raise ValueError(
+                f"group {plan.name}: {count:,} records on a server, but places are 32 bits: use more servers"
+            )
+        self.records = _aligned(count, plan.words)
+        self.marks = np.zeros(-(-count // 64), np.uint64)
+        self._seen = np.zeros_like(self.marks)
+        self._layout = (server, placement.servers, placement.k, placement.r)
+        self._update = updater(plan.optimizer)
+        self._certain = plan.rows // (placement.k * placement.servers) * placement.k
+        self.rows = self._certain + int((self.rows_of(np.arange(self._certain, count)) < plan.rows).sum())
+        self.installed = plan.initial == "uniform"
+        if self.installed:
+            self._fill(seed)
+
+    def _fill(self, seed: int) -> None:
+        """First values, from (seed, names of group and table, row of the table, column)."""
+        tables = self.plan.tables
+        names = [f"{seed}\0{self.plan.name}\0{table.name}" for table in tables]
+        keys = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+        scales = [2.0**-24 / math.sqrt(max(table.rows, 1)) for table in tables]
+        update.fill_uniform(
+            self.records,
+            self.plan.dim,
+            *self._layout,
+            np.array(self.plan.firsts, np.int64),
+            np.frombuffer(b"".join(keys), "<u8").astype(np.uint64),
+            np.array(scales, np.float32),
+        )
+
+    def rows_of(self, places: Places) -> NDArray[np.int64]:
+        """The rows of the group that these records are; beyond the last for those that stand for none."""
+        return self.placement.row(self.server, np.asarray(places, np.int64))
+
+    def pull(self, places: Places) -> Floats:
+        """The weights of these rows, [places, dim]."""
+        places = self._checked(places, _NO_BITS)
+        out = np.empty((len(places), self.plan.dim), np.float32)
+        update.gather_weights(self.records, places, out)
+        return out
+
+    def push(self, places: Places, gradients: Floats, differences: Records | None = None) -> None:
+        """Update these rows, all different, by their gradients [places, dim], through the plan's optimizer.
+
+        ``differences``, [places, words], becomes old XOR new of each record.
+        """
+        gradients = self._shaped(gradients, np.float32, len(places), self.plan.dim, "gradients")
+        if differences is None:
+            differences = np.empty((0, self.plan.words), np.uint32)
+        elif differences.shape != (len(places), self.plan.words) or differences.dtype != np.uint32:
+            raise ValueError(
+                f"group {self.plan.name}: differences are {differences.dtype} {list(differences.shape)}, "
+                f"expected uint32 {[len(places), self.plan.words]}"
+            )
+        places = self._checked(places, self._seen)
+        self._update(self.records, places, gradients, self.marks, differences)
+
+    def install(self, places: Places, weights: Floats) -> bool:
+        """Give the rows their first weights, [places, dim]; their optimizer state is zero.
+
+        Names each of the server's rows once. False, and nothing changes, if there are first values already.
+        """
+        weights = self._shaped(weights, np.float32, len(places), self.plan.dim, "weights")
+        places = self._checked(places, self._seen)
+        if len(places) != self.rows:
+            raise ValueError(
+                f"group {self.plan.name}: first values of {len(places):,} rows, "
+                f"but server {self.server} has {self.rows:,}"
+            )
+        if self.installed:
+            return False
+        self.records[:, : self.plan.dim].view(np.float32)[places] = weights
+        row_loops.mark_rows(self.marks, places, 0, len(self.records))
+        self.installed = True
+        return True
+
+    def read(self, places: Places) -> Records:
+        """The whole records, [places, words]."""
+        return self.records[self._checked(places, _NO_BITS)]
+
+    def write(self, places: Places, records: Records) -> None:
+        """Put whole records in place, [places, words], and mark them."""
+        records = self._shaped(records, np.uint32, len(places), self.plan.words, "records")
+        places = self._checked(places, self._seen)
+        self.records[places] = records
+        row_loops.mark_rows(self.marks, places, 0, len(self.records))
+
+    def field(self, name: str) -> NDArray[Any]:
+        """A part of all records, [records, width], not a copy: float32, but uint32 for "step"."""
+        for field in self.plan.fields:
+            if field.name == name:
+                words = self.records[:, field.first : field.first + field.width]
+                return words if name == "step" else words.view(np.float32)
+        raise ValueError(
+            f"group {self.plan.name} has no field {name}: expected one of "
+            + ", ".join(field.name for field in self.plan.fields)
+        )
+
+    def mark_all(self) -> None:
+        """Mark every row: of a server that cannot know what its predecessor had marked."""
+        places = np.arange(len(self.records))
+        real = self.rows_of(places) < self.plan.rows
+        row_loops.mark_rows(self.marks, places[real], 0, len(self.records))
+
+    def take_marks(self) -> NDArray[np.int64]:
+        """The rows of the group that changed since the last call, in the order of their records."""
+        places = np.empty(row_loops.count_marked(self.marks) + 64, np.int64)
+        found, _ = row_loops.marked_rows(self.marks, places, True)
+        return self.rows_of(places[:found])
+
+    def _checked(self, places: Places, seen: NDArray[np.uint64]) -> Places:
+        if places.ndim != 1 or places.dtype not in (np.uint32, np.int64):
+            raise ValueError(
+                f"group {self.plan.name}: places are {places.dtype} {list(places.shape)}, "
+                "expected uint32 or int64 in one dimension"
+            )
+        places = np.require(places, requirements=["C", "A"])
+        wrong, at = update.check_places(places, *self._layout, self.plan.rows, seen)
+        if wrong != update.FINE:
+            why = {
+                update.BEYOND: f"is beyond the {len(self.records):,} records of server {self.server}",
+                update.UNUSED: "is a record that stands for no row",
+                update.TWICE: "is there twice: gradients of a row are to be added up before they are sent",
+            }
+            raise ValueError(f"group {self.plan.name}: place {places[at]} (entry {at}) {why[wrong]}")
+        return places
+
+    def _shaped(self, values: NDArray[Any], dtype: type, count: int, width: int, what: str) -> NDArray[Any]:
+        if values.shape != (count, width) or values.dtype != dtype:
+            raise ValueError(
+                f"group {self.plan.name}: {what} are {values.dtype} {list(values.shape)}, "
+                f"expected {np.dtype(dtype)} {[count, width]}"
+            )
+        return np.require(values, requirements=["C", "A"])
+
+
+def _aligned(count: int, words: int) -> Records:
+    """Zeros that begin at a cache line: NumPy's own begin in its middle, and records would straddle lines."""
+    space = np.zeros(count * words + _LINE_WORDS, np.uint32)
+    first = -(space.ctypes.data // 4) % _LINE_WORDS
+    return space[first : first + count * words].reshape(count, words)
