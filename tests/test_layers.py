@@ -21,14 +21,14 @@ LAYERS = [
     {"checkpoint", "policy", "tables", "coding", "models", "data"},
     {"kernels"},
     {"events"},
-    {"options"},
+    {"options", "recipe"},
     {"errors"},
     {"_version"},
 ]
 RANK = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
 
 # Rooms whose processes must start quickly and stay small.
-WITHOUT_TORCH = {"data", "tables", "coding", "policy", "kernels", "events", "options", "errors"}
+WITHOUT_TORCH = {"data", "tables", "coding", "policy", "kernels", "events", "options", "recipe", "errors"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

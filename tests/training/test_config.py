@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.training.config import Config, CriteoConfig, SyntheticConfig, load, to_yaml
+from holdfast.training.config import Config, CriteoConfig, ModelConfig, SyntheticConfig, load, to_yaml
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -22,6 +22,7 @@ def test_everything_has_a_default() -> None:
 def test_file_then_overrides_then_top_level(tmp_path: Path) -> None:
     path = write(tmp_path, "batch_size: 10\noptimizer: {name: sgd, lr: 0.5}\nseed: 1\n")
     config = load(path, ["optimizer.lr=0.25", "batch_size=20", "model.top=[8, 1]"], seed=7, run=None)
+    assert isinstance(config.model, ModelConfig)
     assert (config.batch_size, config.optimizer.name, config.optimizer.rate) == (20, "sgd", 0.25)
     assert (config.seed, config.model.top, config.run) == (7, (8, 1), None)
 

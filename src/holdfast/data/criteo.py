@@ -31,6 +31,7 @@ from holdfast.data.criteo_shape import CATEGORICAL_FEATURES as TABLES
 from holdfast.data.criteo_shape import DENSE_FEATURES
 from holdfast.data.reader import Batch
 from holdfast.errors import BadLine, ConfigError, DataError, WrongReaderState
+from holdfast.recipe import described
 
 _DEFLATE_LARGEST_RATIO = 1032
 _SHORTEST_SAMPLE_BYTES = FIELDS  # a label and the tabs, when the file's last newline is missing
@@ -175,6 +176,7 @@ class _Stream:
             self._window.source.close()
 
 
+@described
 class Criteo:
     """The batches of Criteo TSV files, for training or for testing.
 

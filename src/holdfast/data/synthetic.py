@@ -28,12 +28,14 @@ from holdfast.data.criteo_shape import DENSE_FEATURES, capped_rows
 from holdfast.data.reader import Batch
 from holdfast.data.synthetic_kernel import CURVE_BITS, GUIDE_BITS, fill
 from holdfast.errors import ConfigError, WrongReaderState
+from holdfast.recipe import described
 
 # Test samples are numbered from here, so that no number of training samples reaches them.
 _FIRST_TEST_SAMPLE = 1 << 48
 _HEAD_RANKS = 512
 
 
+@described
 class Synthetic:
     """A reader of made-up click data (see ``Reader``).
 

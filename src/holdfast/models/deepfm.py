@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.models.layers import mlp
+from holdfast.recipe import described
 
 
+@described
 class DeepFM(nn.Module):
     """DeepFM without its tables.
 

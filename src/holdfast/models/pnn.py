@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.models.layers import PairwiseProducts, mlp
+from holdfast.recipe import described
 
 
+@described
 class PNN(nn.Module):
     """The inner-product network (IPNN) without its tables.
 

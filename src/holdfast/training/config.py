@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from holdfast.data.criteo_shape import Cardinalities
 from holdfast.errors import ConfigError
 from holdfast.models.presets import PRESETS, Architecture, Sizes
+from holdfast.recipe import Recipe, plain
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -33,7 +34,26 @@ class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class ModelConfig(_Section, frozen=True, kw_only=True):
+class _OwnConfig(_Section, frozen=True, kw_only=True):
+    build: str
+    """The import path of a function or class, "package.module:name"."""
+    arguments: dict[str, Any] = {}
+
+    @property
+    def recipe(self) -> Recipe:
+        """What to call, and with what."""
+        return Recipe(self.build, self.arguments)
+
+
+class OwnModelConfig(_OwnConfig, frozen=True, kw_only=True, tag_field="kind", tag="own"):
+    """A model of the user's: ``build(reader, **arguments)`` (see ``holdfast.training.networks``)."""
+
+
+class OwnDataConfig(_OwnConfig, frozen=True, kw_only=True, tag_field="source", tag="own"):
+    """A reader of the user's: ``build(part, batch_size, **arguments)`` for the parts "train" and "test"."""
+
+
+class ModelConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="preset"):
     """Which model. ``dim``, ``bottom`` and ``top`` override the preset's."""
 
     architecture: Architecture = "dlrm"
@@ -98,8 +118,8 @@ class OptimizerConfig(_Section, frozen=True, kw_only=True):
 class Config(_Section, frozen=True, kw_only=True):
     """Everything that decides a run."""
 
-    model: ModelConfig = ModelConfig()
-    data: SyntheticConfig | CriteoConfig = SyntheticConfig()
+    model: ModelConfig | OwnModelConfig = ModelConfig()
+    data: SyntheticConfig | CriteoConfig | OwnDataConfig = SyntheticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     batch_size: Positive = 2048
     epochs: Positive = 1
@@ -126,16 +146,28 @@ def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: A
     for override in overrides:
         _override(values, override)
     values.update({key: value for key, value in top_level.items() if value is not None})
-    data = values.get("data")
-    if isinstance(data, dict):
-        data.setdefault("source", "synthetic")
+    for section, (tag_field, default) in _TAGS.items():
+        if section in values:
+            values[section] = inner = _as_section(section, values[section])
+            if isinstance(inner, dict):
+                inner.setdefault(tag_field, "own" if "build" in inner else default)
     _refuse_unknown_keys(Config, values, "")
     try:
         config = msgspec.convert(values, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {_readable(str(error))}") from None
-    config.model.sizes()
+    if isinstance(config.model, ModelConfig):
+        config.model.sizes()
     return config
+
+
+# Sections of several kinds: the key that says which, and what it is if nothing says it.
+_TAGS = {"model": ("kind", "preset"), "data": ("source", "synthetic")}
+
+
+def _as_section(name: str, value: Any) -> Any:
+    """The value; an import path in place of a section stands for one that has nothing else."""
+    return {"build": value} if name in _TAGS and isinstance(value, str) else value
 
 
 def to_yaml(config: Config) -> str:
@@ -180,7 +212,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: {text!r} is not a YAML value") from None
     *sections, last = key.split(".")
     for section in sections:
-        inner = values.setdefault(section, {})
+        inner = values[section] = _as_section(section, values.get(section, {}))
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {override}: {section} is {inner!r}, not a section with keys")
         values = inner
@@ -194,12 +226,14 @@ def _refuse_unknown_keys(section: type[Struct], values: dict[str, Any], prefix: 
             continue
         if key not in section.__struct_fields__:
             raise ConfigError(f"configuration: there is no key {prefix}{key}{_nearest(key, section, prefix)}")
-        inner = _section_of(hints[key], value)
+        inner = _section_of(hints[key], value, f"{prefix}{key}")
+        if key == "arguments":
+            plain(value, f"configuration: {prefix}{key}")
         if inner is not None:
             _refuse_unknown_keys(inner, value, f"{prefix}{key}.")
 
 
-def _section_of(hint: Any, value: Any) -> type[Struct] | None:
+def _section_of(hint: Any, value: Any, name: str) -> type[Struct] | None:
     """The section type that this value is for; None if the key holds no section."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     sections = [k for k in kinds if isinstance(k, type) and issubclass(k, Struct)]
@@ -210,7 +244,7 @@ def _section_of(hint: Any, value: Any) -> type[Struct] | None:
         if tag_field is None or value.get(tag_field) == kind.__struct_config__.tag:
             return kind
     tags = " or ".join(repr(k.__struct_config__.tag) for k in sections)
-    raise ConfigError(f"configuration: data.source is {value['source']!r}: expected {tags}")
+    raise ConfigError(f"configuration: {name}.{tag_field} is {value.get(tag_field)!r}: expected {tags}")
 
 
 def _nearest(key: str, section: type[Struct], prefix: str) -> str:
@@ -225,9 +259,11 @@ def _nearest(key: str, section: type[Struct], prefix: str) -> str:
 
 
 def _all_keys() -> Iterable[str]:
-    for section in (ModelConfig, CriteoConfig, SyntheticConfig, OptimizerConfig):
-        name = section.__name__.removesuffix("Config").lower()
-        prefix = "data" if name in ("criteo", "synthetic") else name
+    sections = {
+        OwnModelConfig: "model", ModelConfig: "model", CriteoConfig: "data", SyntheticConfig: "data",
+        OptimizerConfig: "optimizer",
+    }  # fmt: skip
+    for section, prefix in sections.items():
         yield from (f"{prefix}.{key}" for key in section.__struct_fields__)
     yield from Config.__struct_fields__
 

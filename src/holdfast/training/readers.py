@@ -8,12 +8,25 @@ from holdfast.data.criteo import Criteo
 from holdfast.data.criteo_shape import capped_rows
 from holdfast.data.reader import Reader
 from holdfast.data.synthetic import Synthetic
-from holdfast.training.config import Config, SyntheticConfig
+from holdfast.recipe import Recipe, check_has, make
+from holdfast.training.config import Config, OwnDataConfig, SyntheticConfig
+
+_MEMBERS = ("table_rows", "dense_features", "__iter__", "split", "progress", "state_dict", "load_state_dict")
+
+
+def make_reader(recipe: Recipe, part: Literal["train", "test"], batch_size: int) -> Reader:
+    """What the recipe gives, ``reader(part, batch_size, **arguments)``, checked to be a ``Reader``."""
+    reader = make(recipe, part=part, batch_size=batch_size)
+    check_has(reader, _MEMBERS, recipe.path, "a reader as holdfast.Reader describes it")
+    return reader  # type: ignore[no-any-return]
 
 
 def build_readers(config: Config) -> tuple[Reader, Reader]:
     """The training part and the test part."""
     data = config.data
+    if isinstance(data, OwnDataConfig):
+        train, test = (make_reader(data.recipe, part, config.batch_size) for part in ("train", "test"))
+        return train, test
     rows = capped_rows(data.cardinalities, data.max_rows)
     if isinstance(data, SyntheticConfig):
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from holdfast.data.reader import Batch, Reader
 from holdfast.errors import TrainingDiverged
 from holdfast.events import EventLog
-from holdfast.models.presets import build
 from holdfast.models.recommender import Recommender, loss_function
 from holdfast.training.config import Config
 from holdfast.training.metrics import auc, digest, log_loss
+from holdfast.training.networks import build_network
 from holdfast.training.optimizers import build_optimizers
 from holdfast.training.readers import build_readers
 
@@ -82,9 +82,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.train_reader, self.test_reader = build_readers(config)
         reader = self.train_reader
-        network = build(
-            config.model.architecture, config.model.sizes(), reader.dense_features, len(reader.table_rows)
-        )
+        network = build_network(config, reader)
         self.model = Recommender(network, reader.table_rows)
         self.optimizers = build_optimizers(config.optimizer, self.model)
         self.loss_function = loss_function(network)
@@ -179,11 +177,13 @@ class Trainer:
         logits: list[np.ndarray] = []
         labels: list[np.ndarray] = []
         reader = self.test_reader.split(0, 1)  # a pass of its own, whatever became of the last one
+        self.model.eval()
         for batch in reader:
             logits.append(self._logits(batch).numpy())
             labels.append(batch.labels)
             if stop_requested():
                 break
+        self.model.train()
         self._note_skipped("test", reader)
         scores, truth = np.concatenate(logits), np.concatenate(labels)
         result = Test(self.step, auc(scores, truth), log_loss(scores, truth), len(truth))
