@@ -216,7 +216,7 @@ def run(assignment: Assignment) -> None:
 
 
 def _warm_up(plan: JobPlan) -> None:
-    """Compile every loop before the first sign of life: on a new machine that takes longer than silence may."""
+    """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
     for group in plan.groups:
         few = replace(group, tables=(TablePlan("few", 3),))
         shard = GroupShard(few, Placement(1), 0, 0)
