@@ -35,6 +35,7 @@ from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.cluster.transport.zmq import Counters
 from holdfast.coding.placement import Placement
 from holdfast.tables.plan import TablePlan
 from holdfast.tables.shard import GroupShard
@@ -63,10 +64,18 @@ class Server:
         fresh: whether the job starts from first values; a server that takes over from another, or whose rows
             come from a checkpoint, must never take them.
         saver: who saves its rows; None if nobody does.
+        counters: of its transport.
     """
 
     def __init__(
-        self, me: Peer, plan: JobPlan, endpoint: str = "", *, fresh: bool = True, saver: Saver | None = None
+        self,
+        me: Peer,
+        plan: JobPlan,
+        endpoint: str = "",
+        *,
+        fresh: bool = True,
+        saver: Saver | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.me = me
         self.plan = plan
@@ -79,6 +88,7 @@ class Server:
         self._endpoint = endpoint
         self._fresh = fresh
         self._saver = saver
+        self._counters = counters or Counters()
         self._cut = 0
         self._next_beat = 0.0
 
@@ -107,7 +117,7 @@ class Server:
         if now >= self._next_beat:
             self.beat(now)
 
-    def beat(self, now: float, figures: Figures | None = None) -> None:
+    def beat(self, now: float) -> None:
         """Tell the supervisor where this server stands."""
         self._next_beat = now + self.plan.timing.beat_seconds
         message = Beat(
@@ -118,7 +128,7 @@ class Server:
             marks=self._ledger.marks(),
             cut=self._cut,
             saved=self._saver.saved()[0] if self._saver else 0,
-            figures=figures or self.figures(),
+            figures=self.figures(),
         )
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
 
@@ -127,9 +137,11 @@ class Server:
         return Figures(
             steps=self.pushes,
             rows=sum(shard.rows for shard in self.shards),
-            malformed=self.malformed,
+            malformed=self.malformed + self._counters.malformed,
+            bytes_in=self._counters.received_bytes,
+            bytes_out=self._counters.sent_bytes,
             memory_bytes=memory_bytes(),
-            cpu_seconds=(("server", time.process_time()),),
+            cpu_seconds=(("process", time.process_time()),),
         )
 
     def _answer(self, envelope: Envelope) -> tuple[Rows | Pushed | Refused | None, Sequence[Frame]]:
@@ -211,7 +223,7 @@ def run(assignment: Assignment) -> None:
     """Be a server until the job ends."""
     _warm_up(assignment.plan)
     with open_transport(assignment) as transport:
-        server = Server(assignment.me, assignment.plan, transport.endpoint)
+        server = Server(assignment.me, assignment.plan, transport.endpoint, counters=transport.counters)
         run_node(server, transport, until=lambda: server.over)
 
 
