@@ -77,6 +77,7 @@ class _Watch:
         self._events = events
         self._next_tick = 0.0
         self._next_status = 0.0
+        self._shown: object = None
 
     def run(self) -> None:
         machine = self._machine
@@ -97,10 +98,13 @@ class _Watch:
             self._next_tick = now + TICK_SECONDS
             self._machine.tick(now)
             self._tell()
-        if now >= self._next_status:
+        machine = self._machine
+        states = [member.beat.state for member in machine.workers if member.beat is not None]
+        shown = machine.view.number, states
+        if now >= self._next_status or shown != self._shown:
+            self._shown = shown
             self._next_status = now + _STATUS_SECONDS
-            status = _status(self._machine, now)
-            self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
+            self._transport.send(Envelope(machine.me, Peer("launcher"), _status(machine, now)))
 
     def _tell(self) -> None:
         for name, figures in self._machine.events:
