@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 an error that a sentence on stderr explains; 2 wrong usage
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -59,6 +60,7 @@ def train(
     from holdfast.training import session  # noqa: PLC0415
     from holdfast.training.config import load  # noqa: PLC0415
 
+    sys.path.append(os.getcwd())  # for models and readers of the user's own, as `python -m` has it
     outcome = session.run(load(config, set_ or [], seed=seed, run=run), Console())
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)

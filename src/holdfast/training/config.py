@@ -251,7 +251,8 @@ def _nearest(key: str, section: type[Struct], prefix: str) -> str:
     here = difflib.get_close_matches(str(key), section.__struct_fields__, n=1, cutoff=0.5)
     if here:
         return f"; did you mean {prefix}{here[0]}?"
-    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_keys()}
+    # A key of this name in another kind of this section would be no help.
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_keys() if name != f"{prefix}{key}"}
     elsewhere = difflib.get_close_matches(str(key), everywhere, n=1, cutoff=0.7)
     if elsewhere:
         return f"; did you mean {everywhere[elsewhere[0]]}?"
