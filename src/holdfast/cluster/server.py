@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from holdfast.cluster.loop import memory_bytes, open_transport, run_node
@@ -34,6 +35,8 @@ from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.coding.placement import Placement
+from holdfast.tables.plan import TablePlan
 from holdfast.tables.shard import GroupShard
 
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
@@ -206,6 +209,19 @@ class Server:
 
 def run(assignment: Assignment) -> None:
     """Be a server until the job ends."""
+    _warm_up(assignment.plan)
     with open_transport(assignment) as transport:
         server = Server(assignment.me, assignment.plan, transport.endpoint)
         run_node(server, transport, until=lambda: server.over)
+
+
+def _warm_up(plan: JobPlan) -> None:
+    """Compile every loop before the first sign of life: on a new machine that takes longer than silence may."""
+    for group in plan.groups:
+        few = replace(group, tables=(TablePlan("few", 3),))
+        shard = GroupShard(few, Placement(1), 0, 0)
+        places = np.arange(3, dtype=np.uint32)
+        if not shard.installed:
+            shard.install(places, np.zeros((3, group.dim), np.float32))
+        shard.push(places, np.zeros((3, group.dim), np.float32))
+        shard.pull(places)
