@@ -124,8 +124,10 @@ class PlainJobView:
 
 
 def render(progress: JobProgress, seconds_left: float | None, elapsed_seconds: float) -> RenderableType:
-    """The table and the line under it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    """The table and the two lines under it, in 80 columns."""
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="dim"
+    )
     for name in ("process", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("speed", "rows held", "memory", "silent for"):
@@ -133,16 +135,16 @@ def render(progress: JobProgress, seconds_left: float | None, elapsed_seconds: f
     for process in progress.processes:
         table.add_row(*_cells(process))
     line = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=1.0, completed=progress.fraction, width=24)
+    bar = ProgressBar(total=1.0, completed=progress.fraction, width=40)
+    line.add_row(bar, f"{progress.fraction:.0%}", duration(elapsed_seconds))
     text = describe(progress, seconds_left) if progress.step else progress.phase
-    line.add_row(bar, f"{progress.fraction:.0%}", text, duration(elapsed_seconds))
-    return Group(table, line)
+    return Group(table, Text(), Text(text), line)
 
 
 def _cells(process: ProcessStatus) -> list[RenderableType]:
     name = process.role if process.role == "supervisor" else f"{process.role} {process.slot}"
     if process.incarnation > 1:
-        name += f" (process {process.incarnation})"
+        name += f" #{process.incarnation}"
     speed, rows = "", ""
     if process.role == "worker":
         speed = f"{process.samples_per_second:,.0f} samples/s"
