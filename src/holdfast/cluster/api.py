@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,7 +151,9 @@ class Job:
 
             try:
                 with _stop_on_signals() as received:
-                    result = self._run(folder, events, take, lambda: received[0] if received else None)
+                    result = self._run(folder, events, take, lambda: bool(received))
+                    if result.interrupted:
+                        result = replace(result, signal=received[0])
             except BaseException as error:
                 events.emit("run_failed", error=type(error).__name__, message=str(error))
                 raise
@@ -163,7 +165,7 @@ class Job:
         folder: Path,
         events: EventLog,
         on_status: Callable[[Status], None],
-        stop_requested: Callable[[], int | None],
+        stop_requested: Callable[[], bool],
     ) -> JobResult:
         config, job = self.config, self.config.job
         with LocalLauncher(folder, environment=_environment()) as engine:
@@ -251,7 +253,7 @@ def _environment() -> dict[str, str]:
 
 
 def _figures(result: JobResult) -> dict[str, Any]:
-    figures = {**asdict(result), "auc": result.auc, "interrupted": result.interrupted}
+    figures = {**asdict(result), "auc": result.auc}
     tests = [msgspec.structs.asdict(test) for test in result.tests]
     kills = [str(kill) for kill in result.kills_missed]
     return {**figures, "test": tests[-1], "tests": tests, "kills_missed": kills, "folder": str(result.folder)}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -69,18 +69,15 @@ class JobResult:
     """A checksum over all servers' records: equal for equal jobs; "" if a server did not tell it in time."""
     folder: Path
     """The run's: its configuration, events and logs."""
+    interrupted: bool
+    """Whether it ended before its time."""
     signal: int | None = None
-    """The signal that ended the job before its time."""
+    """The signal that ended it then."""
 
     @property
     def auc(self) -> float:
         """On the test part, at the end."""
         return self.test.auc
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether it ended before its time."""
-        return self.signal is not None
 
 
 class Launcher:
@@ -98,6 +95,8 @@ class Launcher:
         """Whether the job is to end before its time."""
         self.started: list[Peer] = []
         """Processes that were started; whoever takes note of them takes them out."""
+        self.holding = False
+        """Whether workers are to wait between two batches."""
         self._faults = faults or {}
         self._engine = engine
         self._template = template
@@ -127,7 +126,10 @@ class Launcher:
                 self.started.append(peer)
             elif self._current.get((peer.role, peer.slot)) == peer:
                 self.exited.append(Exit(peer, code))
-        beat = Beat("done" if self.stopping else "ready", self.view.number, exited=tuple(self.exited))
+        state: Literal["done", "held", "ready"] = (
+            "done" if self.stopping else "held" if self.holding else "ready"
+        )
+        beat = Beat(state, self.view.number, exited=tuple(self.exited))
         self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
 
     def start(self, peer: Peer) -> None:
@@ -185,19 +187,23 @@ class Runner:
     def run(
         self,
         on_status: Callable[[Status], None] = lambda status: None,
-        stop_requested: Callable[[], int | None] = lambda: None,
+        stop_requested: Callable[[], bool] = lambda: False,
+        hold_requested: Callable[[], bool] = lambda: False,
     ) -> JobResult:
-        """Run the job. ``stop_requested`` gives the signal that is to end it early, or None.
+        """Run the job; while ``hold_requested`` says so, workers wait between two batches.
 
         Raises JobFailed or what is under it when it cannot go on; no process is left behind.
         """
         try:
-            return self._run(on_status, stop_requested)
+            return self._run(on_status, stop_requested, hold_requested)
         finally:
             self.engine.close()
 
     def _run(
-        self, on_status: Callable[[Status], None], stop_requested: Callable[[], int | None]
+        self,
+        on_status: Callable[[Status], None],
+        stop_requested: Callable[[], bool],
+        hold_requested: Callable[[], bool],
     ) -> JobResult:
         template = Assignment(
             me=Peer("supervisor"),
@@ -219,7 +225,7 @@ class Runner:
                 launcher.start(Peer("worker", slot, 1))
             launcher.started.clear()
             self._say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
-            return self._watch(launcher, transport, on_status, stop_requested)
+            return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
     def _wait_for_supervisor(self) -> str:
         """Where the supervisor listens: it says so in its file."""
@@ -240,14 +246,16 @@ class Runner:
         launcher: Launcher,
         transport: ZmqTransport,
         on_status: Callable[[Status], None],
-        stop_requested: Callable[[], int | None],
+        stop_requested: Callable[[], bool],
+        hold_requested: Callable[[], bool],
     ) -> JobResult:
         clock = _Clock()
         kills = list(self.kills)
         seen: Status | None = None
         finished_at = None
         while True:
-            launcher.stopping = stop_requested() is not None
+            launcher.stopping = launcher.stopping or stop_requested()
+            launcher.holding = hold_requested()
             self._pass_time(launcher, transport)
             status = launcher.status
             if status is not None and status is not seen:
@@ -263,7 +271,7 @@ class Runner:
                 finished_at = finished_at or time.monotonic()
                 records = _records(seen, self.plan.servers)
                 if records or time.monotonic() > finished_at + _LAST_WORDS_SECONDS:
-                    return self._result(seen, clock, stop_requested(), tuple(kills), records)
+                    return self._result(seen, clock, launcher.stopping, tuple(kills), records)
 
     def _pass_time(self, launcher: Launcher, transport: ZmqTransport) -> None:
         launcher.tick(time.monotonic())
@@ -291,7 +299,7 @@ class Runner:
         return msgspec.structs.replace(status, happened=tuple(happened))
 
     def _result(
-        self, status: Status, clock: _Clock, stopped_by: int | None, kills: tuple[Kill, ...], records: str
+        self, status: Status, clock: _Clock, interrupted: bool, kills: tuple[Kill, ...], records: str
     ) -> JobResult:
         seconds = clock.seconds()
         return JobResult(
@@ -306,7 +314,7 @@ class Runner:
             kills_missed=kills,
             records=records,
             folder=self.folder,
-            signal=stopped_by,
+            interrupted=interrupted,
         )
 
     def _error(self, status: Status) -> JobFailed:

@@ -128,6 +128,7 @@ class Supervisor:
         self.finished = False
         self._storage = storage
         self._test_every = test_every
+        self._hold = False
         self._test = 0
         self._tested_at = 0
         known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
@@ -154,6 +155,7 @@ class Supervisor:
                 self._note_exit(exited, now)
             if beat.state == "done":
                 self.request_stop()
+            self._hold = beat.state == "held"
         else:
             member = self._member(source)
             if member is None or (source.role == "server" and len(beat.marks) != self.plan.workers):
@@ -208,6 +210,8 @@ class Supervisor:
         for worker in self.workers:
             self._bring_in(worker)
         self._advance_cut()
+        if self.cut is None and self.view.phase == ("running" if self._hold else "holding"):
+            self._change(phase="holding" if self._hold else "running")
         self._advance_tests()
 
     def _bring_in(self, worker: _WorkerMember) -> None:

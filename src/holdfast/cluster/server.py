@@ -36,6 +36,7 @@ from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.cluster.transport.zmq import Counters
 from holdfast.coding.placement import Placement
 from holdfast.tables.plan import TablePlan
 from holdfast.tables.shard import GroupShard
@@ -64,10 +65,18 @@ class Server:
         fresh: whether the job starts from first values; a server that takes over from another, or whose rows
             come from a checkpoint, must never take them.
         saver: who saves its rows; None if nobody does.
+        counters: of its transport.
     """
 
     def __init__(
-        self, me: Peer, plan: JobPlan, endpoint: str = "", *, fresh: bool = True, saver: Saver | None = None
+        self,
+        me: Peer,
+        plan: JobPlan,
+        endpoint: str = "",
+        *,
+        fresh: bool = True,
+        saver: Saver | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.me = me
         self.plan = plan
@@ -80,6 +89,7 @@ class Server:
         self._endpoint = endpoint
         self._fresh = fresh
         self._saver = saver
+        self._counters = counters or Counters()
         self._cut = 0
         self._next_beat = 0.0
 
@@ -108,7 +118,7 @@ class Server:
         if now >= self._next_beat:
             self.beat(now)
 
-    def beat(self, now: float, figures: Figures | None = None) -> None:
+    def beat(self, now: float) -> None:
         """Tell the supervisor where this server stands."""
         self._next_beat = now + self.plan.timing.beat_seconds
         message = Beat(
@@ -119,7 +129,7 @@ class Server:
             marks=self._ledger.marks(),
             cut=self._cut,
             saved=self._saver.saved()[0] if self._saver else 0,
-            figures=figures or self.figures(),
+            figures=self.figures(),
         )
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
 
@@ -128,9 +138,11 @@ class Server:
         return Figures(
             steps=self.pushes,
             rows=sum(shard.rows for shard in self.shards),
-            malformed=self.malformed,
+            malformed=self.malformed + self._counters.malformed,
+            bytes_in=self._counters.received_bytes,
+            bytes_out=self._counters.sent_bytes,
             memory_bytes=memory_bytes(),
-            cpu_seconds=(("server", time.process_time()),),
+            cpu_seconds=(("process", time.process_time()),),
             digest=digest(self.shards) if self.view.phase == "stopping" else "",
         )
 
@@ -221,17 +233,21 @@ def run(assignment: Assignment) -> None:
     """Be a server until the job ends."""
     _warm_up(assignment.plan)
     with open_transport(assignment) as transport:
-        server = Server(assignment.me, assignment.plan, transport.endpoint)
+        server = Server(assignment.me, assignment.plan, transport.endpoint, counters=transport.counters)
         run_node(server, transport, until=lambda: server.over)
 
 
 def _warm_up(plan: JobPlan) -> None:
-    """Compile every loop before the first sign of life: on a new machine it takes longer than silence may."""
+    """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
+    few = np.arange(3, dtype=np.uint32).tobytes()
     for group in plan.groups:
-        few = replace(group, tables=(TablePlan("few", 3),))
-        shard = GroupShard(few, Placement(1), 0, 0)
-        places = np.arange(3, dtype=np.uint32)
-        if not shard.installed:
-            shard.install(places, np.zeros((3, group.dim), np.float32))
-        shard.push(places, np.zeros((3, group.dim), np.float32))
-        shard.pull(places)
+        shard = GroupShard(replace(group, tables=(TablePlan("few", 3),)), Placement(1), 0, 0)
+        zeros = bytes(3 * 4 * group.dim)
+        # Small frames come as bytes, large ones as ZeroMQ's memory. For arrays that are read-only, other code
+        # is compiled.
+        for kind in (bytes, bytearray):
+            places = as_array(kind(few), np.uint32, (3,))
+            values = as_array(kind(zeros), np.float32, (3, group.dim))
+            shard.install(places, values)
+            shard.push(places, values)
+            shard.pull(places)
