@@ -195,3 +195,39 @@ class Policy:
         else:
             wish = self.quantize
         return AutoBits() if wish == "auto" else wish
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A process of a job that is killed (SIGKILL) when the job has done so many steps.
+
+    Args:
+        role: which kind of process.
+        slot: which one of them, from 0.
+        step: when; the job looks a few times a second, so it is some steps later.
+    """
+
+    role: Literal["server", "worker"]
+    slot: int
+    step: int
+
+    @classmethod
+    def parse(cls, text: str) -> Kill:
+        """Read one that is written ``server:2@step:300``; ConfigError if it is none."""
+        who, _, when = text.partition("@")
+        role, _, slot = who.partition(":")
+        what, _, step = when.partition(":")
+        if role not in ("server", "worker") or what != "step" or not (slot.isdecimal() and step.isdecimal()):
+            raise ConfigError(f"kill {text!r}: expected ROLE:SLOT@step:N, such as server:2@step:300")
+        return cls("server" if role == "server" else "worker", int(slot), int(step))
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.slot}@step:{self.step}"
+
+    def check(self, servers: int, workers: int) -> None:
+        """ConfigError unless a job of so many servers and workers has such a process."""
+        count = servers if self.role == "server" else workers
+        if self.slot >= count:
+            raise ConfigError(
+                f"kill {self}: the job has {count} {self.role}s, expected one of 0 to {count - 1}"
+            )

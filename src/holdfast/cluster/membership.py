@@ -258,8 +258,9 @@ class Supervisor:
         tester = self.workers[0]
         tested = tester.beat.tested if tester.beat is not None else None
         if tested is not None and self._last_test() < tested.number <= self._test:
+            tested = replace(tested, step=self._tested_at)
             self.tests.append(tested)
-            self.events.append(("test", {"step": self._tested_at, **asdict(tested)}))
+            self.events.append(("test", asdict(tested)))
         waiting = self._test > self._last_test()
         done = all(
             w.stage == "started" and w.beat is not None and w.beat.state == "done" for w in self.workers

@@ -9,7 +9,7 @@ one again.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -143,6 +143,10 @@ class Figures(Struct, frozen=True, array_like=True):
     cpu_seconds: tuple[tuple[str, float], ...] = ()
     """Processor time by part of the work."""
     malformed: int = 0
+    bad_lines: int = 0
+    """Lines of the data that a worker has skipped."""
+    digest: str = ""
+    """Servers, once the job is over: a checksum over all records."""
 
 
 class Evaluation(Struct, frozen=True, array_like=True):
@@ -152,6 +156,8 @@ class Evaluation(Struct, frozen=True, array_like=True):
     auc: float
     log_loss: float
     samples: int
+    step: int = 0
+    """Of the job when the test was asked for; the supervisor adds it."""
 
 
 class ViewNumber(Struct, frozen=True, array_like=True, order=True):
@@ -245,6 +251,15 @@ class NodeStatus(Struct, frozen=True, array_like=True):
     figures: Figures = Figures()
 
 
+class Happening(Struct, frozen=True, array_like=True):
+    """An event of the run's log, for those who watch."""
+
+    at: float
+    """Unix seconds."""
+    event: str
+    figures: dict[str, Any] = {}
+
+
 class Status(Struct, frozen=True, array_like=True, tag="status"):
     """Supervisor → launcher: how the job is getting on."""
 
@@ -261,6 +276,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     finished: bool = False
     failure: tuple[str, Peer, str] | None = None
     """What kind, who, and how."""
+    happened: tuple[Happening, ...] = ()
+    """The last few events, so that one report may be lost."""
 
 
 Message = Pull | Rows | Install | Push | Commit | Pushed | Refused | Beat | View | Status

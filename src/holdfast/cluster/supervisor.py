@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from holdfast.cluster.keys import load_keys
-from holdfast.cluster.loop import TICK_SECONDS, flush
+from holdfast.cluster.loop import TICK_SECONDS, flush, memory_bytes
 from holdfast.cluster.membership import Durable, Member, Supervisor
-from holdfast.cluster.messages import Figures, NodeStatus, Peer, Status
+from holdfast.cluster.messages import Figures, Happening, NodeStatus, Peer, Status
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
@@ -20,6 +22,7 @@ from holdfast.events import EventLog
 STATE_FILE = "supervisor.json"
 _STATUS_SECONDS = 0.25
 _FAREWELL_SECONDS = 3.0
+_MOST_HAPPENINGS = 16
 
 
 class FileStorage:
@@ -75,6 +78,7 @@ class _Watch:
         self._machine = machine
         self._transport = transport
         self._events = events
+        self._happened: deque[Happening] = deque(maxlen=_MOST_HAPPENINGS)
         self._next_tick = 0.0
         self._next_status = 0.0
         self._shown: object = None
@@ -104,26 +108,30 @@ class _Watch:
         if now >= self._next_status or shown != self._shown:
             self._shown = shown
             self._next_status = now + _STATUS_SECONDS
-            self._transport.send(Envelope(machine.me, Peer("launcher"), _status(machine, now)))
+            status = _status(self._machine, now, self._happened)
+            self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
 
     def _tell(self) -> None:
         for name, figures in self._machine.events:
             self._events.emit(name, **figures)
+            self._happened.append(Happening(time.time(), name, figures))
         self._machine.events.clear()
         flush(self._machine, self._transport)
 
 
-def _status(machine: Supervisor, now: float) -> Status:
+def _status(machine: Supervisor, now: float, happened: Iterable[Happening]) -> Status:
     failure = machine.failure
+    me = NodeStatus(machine.me, "watching", 0.0, Figures(memory_bytes=memory_bytes()))
     return Status(
         phase=machine.view.phase,
         steps=machine.steps(),
         samples=machine.samples(),
-        nodes=tuple(_node_status(member, now) for member in [*machine.servers, *machine.workers]),
+        nodes=(me, *(_node_status(member, now) for member in [*machine.servers, *machine.workers])),
         tests=tuple(machine.tests),
         replaced=sum(worker.incarnation - 1 for worker in machine.workers),
         finished=machine.finished,
         failure=(failure.kind, failure.peer, failure.text) if failure else None,
+        happened=tuple(happened),
     )
 
 

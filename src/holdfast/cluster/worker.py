@@ -142,7 +142,7 @@ class WorkerProcess:
         self._talk = _Talk(self._machine, transport, self._faults)
         self._cpu: defaultdict[str, float] = defaultdict(float)
         self._loss = float("nan")
-        self._samples = self._steps = 0
+        self._samples = self._steps = self._bad_test_lines = 0
 
     def run(self) -> None:
         """Train until there is nothing left to do, then wait for the end."""
@@ -192,7 +192,9 @@ class WorkerProcess:
     def _feed(self, found: tuple[Position, Batch] | None) -> None:
         started = time.thread_time()
         item = None
-        if found is not None:
+        if found is None:
+            self._print_bad_lines()
+        else:
             position, batch = found
             placed = self._place(batch)
             item = Item(position, self._spreads(placed), (batch, placed), len(batch))
@@ -237,8 +239,9 @@ class WorkerProcess:
         """AUC and log loss over the whole test part, with rows as they are while others train."""
         logits: list[Floats] = []
         labels: list[Floats] = []
+        reader = self._test_reader.split(0, 1)
         with torch.no_grad():
-            for batch in self._test_reader.split(0, 1):
+            for batch in reader:
                 placed = self._place(batch)
                 *pulled, network = self._pull(self._spreads(placed))
                 self._load_network(network)
@@ -246,8 +249,10 @@ class WorkerProcess:
                 labels.append(batch.labels)
         scores, truth = np.concatenate(logits), np.concatenate(labels)
         result = Evaluation(number, auc(scores, truth), log_loss(scores, truth), len(truth))
+        self._bad_test_lines = int(getattr(reader, "bad_lines", 0))
         with self._talk.lock:
             self._machine.tested = result
+            self._machine.figures = self._figures(self._machine.figures)
             self._machine.beat(time.monotonic())
         self._talk.wake()
 
@@ -298,7 +303,14 @@ class WorkerProcess:
             progress=self._stream.progress() if self._stream else 0.0,
             memory_bytes=memory_bytes(),
             cpu_seconds=tuple(sorted(cpu.items())),
+            bad_lines=self._bad_test_lines + (self._stream.bad_lines if self._stream else 0),
         )
+
+    def _print_bad_lines(self) -> None:
+        """To the worker's log: the job's result only counts them."""
+        if self._stream is not None and self._stream.bad_lines:
+            print(f"{self._stream.bad_lines:,} bad lines were skipped, the first of them:")
+            print(*self._stream.first_bad, sep="\n")
 
     def _fail(self, error: str) -> None:
         with self._talk.lock:
