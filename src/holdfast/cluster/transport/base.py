@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdfast.cluster.messages import Message, Peer
 
-Frame = NDArray[Any] | memoryview | bytes
+Frame = NDArray[Any] | memoryview | bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True)
