@@ -129,6 +129,7 @@ class Supervisor:
         self._storage = storage
         self._test_every = test_every
         self._hold = False
+        self._ticked = now
         self._test = 0
         self._tested_at = 0
         known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
@@ -170,6 +171,13 @@ class Supervisor:
     def tick(self, now: float) -> None:
         """Look for nodes that have fallen silent."""
         timing = self.plan.timing
+        stood_still = now - self._ticked
+        self._ticked = now
+        if stood_still > timing.silent_seconds / 2:
+            # Whoever does not listen cannot tell who was silent.
+            for member in [*self.servers, *self.workers]:
+                member.since += stood_still
+                member.heard = None if member.heard is None else member.heard + stood_still
         for member in [*self.servers, *self.workers]:
             silence = now - (member.since if member.heard is None else member.heard)
             if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):

@@ -27,6 +27,7 @@ from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.stream import Stream
+from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
 from holdfast.data.reader import Batch
 from holdfast.errors import DataError, HoldfastError, TrainingDiverged
@@ -72,14 +73,11 @@ class _Talk(threading.Thread):
             envelopes = self._transport.poll(max(0.0, next_tick - time.monotonic()))
             now = time.monotonic()
             with self.lock:
+                self._machine.figures = self._measured()
                 for envelope in envelopes:
-                    started = time.thread_time()
-                    self._machine.receive(envelope, now)
-                    part = "pull" if isinstance(envelope.message, Rows) else "push"
-                    self.cpu[part] += time.thread_time() - started
+                    self._receive(envelope, now)
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
-                    self._machine.figures = self._measured()
                     self._machine.tick(now)
                 outgoing = self._machine.outbox[:]
                 self._machine.outbox.clear()
@@ -94,8 +92,16 @@ class _Talk(threading.Thread):
                 self._transport.send(envelope)
                 self._faults.after(envelope.message)
 
+    def _receive(self, envelope: Envelope, now: float) -> None:
+        started, before = time.thread_time(), self._machine.sequence
+        self._machine.receive(envelope, now)
+        part = "pull" if isinstance(envelope.message, Rows) else "push"
+        self.cpu[part] += time.thread_time() - started
+        if self._machine.sequence != before:
+            self._faults.reach("pushed", self._machine.sequence)
+
     def _measured(self) -> Figures:
-        """What only this thread may ask the transport."""
+        """The machine's figures with what the transport has counted."""
         counters = self._transport.counters
         return replace(
             self._machine.figures,
