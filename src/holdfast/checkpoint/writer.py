@@ -29,7 +29,11 @@ from holdfast.checkpoint.manifest import DenseEntry, Era, Version
 from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
-from holdfast.checkpoint.strategies.baselines import intermittent_baseline_is_due, reset_is_due
+from holdfast.checkpoint.strategies.baselines import (
+    early_baseline_is_due,
+    intermittent_baseline_is_due,
+    reset_is_due,
+)
 from holdfast.checkpoint.tracker import RowSet, Tracker
 from holdfast.errors import CheckpointError, HoldfastError, SaveFailed, StoreError
 from holdfast.events import EventLog
@@ -111,7 +115,8 @@ class Writer:
         self._said: Choice | None = None
         self._era = 0
         self._since_baseline: list[RowSet] = []
-        self._sizes_since_baseline: list[float] = []
+        self._sizes_since_baseline: list[float] = []  # with what was rewritten after each
+        self._last_increment = 0
         self._arena: list[list[Bytes2D]] = []
         self._speed = _Speed()
         self._next_version = self.catalog.next_version()
@@ -265,19 +270,29 @@ class Writer:
         if not self._shard.base or isinstance(strategy, Full):
             return True
         if isinstance(strategy, Differential):
-            return strategy.baseline == "intermittent" and intermittent_baseline_is_due(
-                self._sizes_since_baseline
+            return strategy.baseline == "intermittent" and (
+                intermittent_baseline_is_due(self._sizes_since_baseline)
+                or self._early_baseline_is_due(strategy.extra_writes)
             )
         if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes_since_baseline:
+            if strategy.layout == "rounds" and self._early_baseline_is_due(strategy.extra_writes):
+                return True
             full = self._full_bytes()
             return reset_is_due(
                 full_bytes=full,
-                increment_bytes=self._sizes_since_baseline[-1] * full,
+                increment_bytes=self._last_increment,
                 beyond_bytes=self._shard.live_bytes(),
                 write_speed=self._speed.write,
                 read_speed=self._speed.read,
             )
         return False
+
+    def _early_baseline_is_due(self, extra_writes: float) -> bool:
+        return (
+            extra_writes > 0
+            and self.policy.keeps_few
+            and early_baseline_is_due(self._sizes_since_baseline, extra_writes)
+        )
 
     def _snapshot(
         self, capture_dense: CaptureDense, look: Look | None
@@ -423,6 +438,7 @@ class Writer:
     def _note_size(self, bytes_: int, seconds: float, *, baseline: bool) -> None:
         full = self._full_bytes()
         self._sizes_since_baseline = [] if baseline else [*self._sizes_since_baseline, bytes_ / max(full, 1)]
+        self._last_increment = bytes_
         self._speed.wrote(bytes_, seconds)
 
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
@@ -433,6 +449,9 @@ class Writer:
             self.catalog.commit_round(self._era, [tidied])
             self._apply(tidied)
             self.catalog.free_replaced()
+            # A new list: the trainer may be looking at the old one.
+            *others, last = self._sizes_since_baseline
+            self._sizes_since_baseline = [*others, last + tidied.bytes / max(self._full_bytes(), 1)]
         values = asdict(report) | {
             "tidied_bytes": tidied.bytes if tidied else 0,
             "tidy_seconds": time.perf_counter() - started if tidied else 0.0,
