@@ -159,7 +159,8 @@ class Policy:
             full precision: only a restore gives back rounded weights.
         quantize_state: store optimizer states that have an entry a row in 16 bits (bfloat16: off by 0.4 % at
             most) or 8 (in logarithmic steps: off by 4.4 %, momentum by 9 %). None stores them as they are.
-        background_share: how much of a processor's time quantizing may take while training goes on.
+        background_share: how much of a processor's time quantizing, and writing what was quantized, may take
+            while training goes on.
     """
 
     every_steps: int | None = None

@@ -57,3 +57,26 @@ def reset_is_due(
     t_base = full_bytes / write_speed
     t_incre = increment_bytes / write_speed + beyond_bytes / read_speed
     return t_base < t_incre
+
+
+class Speeds:
+    """Bytes a second, as measured; until something was, a guess that favours neither side."""
+
+    def __init__(self) -> None:
+        self.write = 200e6
+        self._read: float | None = None
+
+    @property
+    def read(self) -> float:
+        """When restoring."""
+        return self._read if self._read is not None else self.write
+
+    def wrote(self, bytes_: int, seconds: float) -> None:
+        """So much was written."""
+        if bytes_ > 1 << 20 and seconds > 0:  # small writes measure the latency
+            self.write = bytes_ / seconds
+
+    def has_read(self, bytes_: int, seconds: float) -> None:
+        """So much was read."""
+        if bytes_ > 1 << 20 and seconds > 0:
+            self._read = bytes_ / seconds
