@@ -163,8 +163,8 @@ def decode_uniform(data: bytes, width: int, codec: dict[str, Any]) -> NDArray[np
     if not np.isfinite(scale_32) or not np.isfinite(zero_32):
         return None
     if 2.0**-62 < scale_32 < 2.0**62 and abs(float(zero_32)) <= 2.0**16 * float(scale_32):
-        products: NDArray[np.float32] = codes.astype(np.float32) * scale_32
-        return products + zero_32
+        values_32: NDArray[np.float32] = codes.astype(np.float32) * scale_32 + zero_32
+        return values_32
     largest = float(np.finfo(np.float32).max)
     values: NDArray[np.float64] = float(zero_32) + float(scale_32) * codes.astype(np.float64)
     return np.clip(values, -largest, largest).astype(np.float32)

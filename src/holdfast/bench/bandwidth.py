@@ -384,6 +384,7 @@ def _slowdown(
     report: Report, name: str, trainer: Trainer, checkpointer: Checkpointer, seconds: float, rounds: int
 ) -> None:
     shares: dict[str, list[float]] = {"save": [], "other": []}
+    idle: dict[str, list[float]] = {"save": [], "other": []}
 
     def alone() -> float:
         started = time.perf_counter()
@@ -393,8 +394,10 @@ def _slowdown(
         started, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
         speed = _steps_per_second(trainer, goes_on)
         # Training computes in this thread alone: what the others took is theirs.
-        others = (time.process_time() - process) - (time.thread_time() - thread)
-        shares[side].append(others / (time.perf_counter() - started))
+        both, own = time.process_time() - process, time.thread_time() - thread
+        wall = time.perf_counter() - started
+        shares[side].append((both - own) / wall)
+        idle[side].append(1 - both / wall)
         return speed
 
     def beside_save() -> float:
@@ -411,10 +414,12 @@ def _slowdown(
 
     sides = {"alone": alone, "save": beside_save, "other": beside_other}
     interleave(sides, 1)  # compiles and allocates
-    for side in shares.values():
+    for side in (*shares.values(), *idle.values()):
         side.clear()
     speeds = interleave(sides, rounds)
-    report.raw[name] = {"steps_per_second": speeds, "cpu_shares": shares}
+    report.raw[name] = {"steps_per_second": speeds, "cpu_shares": shares, "idle": idle}
+    waited = [100 * s for s in idle["save"]]
+    report.figure(f"{name}.idle_percent", Spread.of(waited), "of the core: nobody computes")
     _report_slowdown(report, name, speeds, shares)
 
 
