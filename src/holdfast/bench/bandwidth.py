@@ -93,7 +93,7 @@ def run(report: Report) -> None:
         measure_slowdown(report, rows=60_000, seconds=0.5, rounds=2)
     else:
         measure(report, rows=120_000)
-        measure_slowdown(report, rows=300_000, seconds=1.0, rounds=11)
+        measure_slowdown(report, rows=300_000, seconds=1.0, rounds=15)
 
 
 def measure(
