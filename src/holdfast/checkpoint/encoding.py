@@ -9,7 +9,6 @@ length, and whoever moves records about need not know what is in them.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -107,11 +106,8 @@ class Encoder:
         """Whether anything is stored otherwise than it is in memory."""
         return any(group.is_coded for group in self.stored)
 
-    def blocks(self, snapshot: Sequence[Rows], share: float = 1.0) -> Iterator[tuple[int, Rows]]:
-        """(Number of the stored group, rows), block by block, of the rows of each live group.
-
-        ``share`` is that of a processor's time that encoding may take.
-        """
+    def blocks(self, snapshot: Sequence[Rows]) -> Iterator[tuple[int, Rows]]:
+        """(Number of the stored group, rows), block by block, of the rows of each live group."""
         for number, rows in enumerate(snapshot):
             group = self.stored[number]
             if not group.is_coded:
@@ -120,15 +116,12 @@ class Encoder:
             step = max(1, BLOCK_BYTES // self.live[number].record_bytes)
             raw: list[Rows] = []
             for begin in range(0, len(rows), step):
-                started = time.perf_counter()
                 part = Rows(
                     rows.ids[begin : begin + step], tuple(f[begin : begin + step] for f in rows.fields)
                 )
                 coded, is_raw = _encode(group, part)
                 if is_raw.any():
                     raw.append(part.take(np.flatnonzero(is_raw)))
-                if share < 1:
-                    time.sleep((time.perf_counter() - started) * (1 / share - 1))
                 yield number, coded
             if raw:
                 yield self._raw_group[number], join_rows(raw)

@@ -14,13 +14,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.background import Background, computed_ahead
+from holdfast.checkpoint.background import Background, Throttle, computed_ahead
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.encoding import Choice, Encoder, choose_bits
@@ -29,7 +29,12 @@ from holdfast.checkpoint.manifest import DenseEntry, Era, Version
 from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
-from holdfast.checkpoint.strategies.baselines import intermittent_baseline_is_due, reset_is_due
+from holdfast.checkpoint.strategies.baselines import (
+    Speeds,
+    early_baseline_is_due,
+    intermittent_baseline_is_due,
+    reset_is_due,
+)
 from holdfast.checkpoint.tracker import RowSet, Tracker
 from holdfast.errors import CheckpointError, HoldfastError, SaveFailed, StoreError
 from holdfast.events import EventLog
@@ -111,9 +116,10 @@ class Writer:
         self._said: Choice | None = None
         self._era = 0
         self._since_baseline: list[RowSet] = []
-        self._sizes_since_baseline: list[float] = []
+        self._sizes_since_baseline: list[float] = []  # with what was rewritten after each
+        self._last_increment = 0
         self._arena: list[list[Bytes2D]] = []
-        self._speed = _Speed()
+        self._speed = Speeds()
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
         self._under_way: _Outcome | None = None
@@ -265,19 +271,29 @@ class Writer:
         if not self._shard.base or isinstance(strategy, Full):
             return True
         if isinstance(strategy, Differential):
-            return strategy.baseline == "intermittent" and intermittent_baseline_is_due(
-                self._sizes_since_baseline
+            return strategy.baseline == "intermittent" and (
+                intermittent_baseline_is_due(self._sizes_since_baseline)
+                or self._early_baseline_is_due(strategy.extra_writes)
             )
         if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes_since_baseline:
+            if strategy.layout == "rounds" and self._early_baseline_is_due(strategy.extra_writes):
+                return True
             full = self._full_bytes()
             return reset_is_due(
                 full_bytes=full,
-                increment_bytes=self._sizes_since_baseline[-1] * full,
+                increment_bytes=self._last_increment,
                 beyond_bytes=self._shard.live_bytes(),
                 write_speed=self._speed.write,
                 read_speed=self._speed.read,
             )
         return False
+
+    def _early_baseline_is_due(self, extra_writes: float) -> bool:
+        return (
+            extra_writes > 0
+            and self.policy.keeps_few
+            and early_baseline_is_due(self._sizes_since_baseline, extra_writes)
+        )
 
     def _snapshot(
         self, capture_dense: CaptureDense, look: Look | None
@@ -351,10 +367,7 @@ class Writer:
             if baseline:
                 encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
                 shard = Shard(0, encoder.stored, self.strategy)
-            blocks = encoder.blocks(rows, self.policy.background_share)
-            if encoder.is_coded:
-                blocks = computed_ahead(blocks, _BLOCKS_AHEAD)
-            change = shard.write(self.store, number, blocks, baseline=baseline)
+            change = shard.write(self.store, number, self._blocks(encoder, rows), baseline=baseline)
             dense = self._store_dense(number, dense_parts())
             version = Version(
                 version=number, era=number if baseline else self._era, step=step, time=time.time(),
@@ -386,6 +399,16 @@ class Writer:
             self._tidy_error = error
             log.warning("rearranging files of %s failed: %s", self.store.url, _text(error))
             self._emit("checkpoint_tidy_failed", version=number, error=_text(error))
+
+    def _blocks(self, encoder: Encoder, rows: list[Rows]) -> Iterator[tuple[int, Rows]]:
+        """Rows as they are stored; quantized ones with the rests that the policy asks for."""
+        blocks, share = encoder.blocks(rows), self.policy.background_share
+        if not encoder.is_coded:
+            return blocks
+        if share == 1:
+            return computed_ahead(blocks, _BLOCKS_AHEAD)
+        throttle = Throttle(share)  # of two threads: one encodes, one writes
+        return throttle.after_each(computed_ahead(throttle.after_each(blocks), _BLOCKS_AHEAD))
 
     def _clear_away(self) -> None:
         """Delete what a failed save has written: on a full disk the next one needs the space."""
@@ -423,6 +446,7 @@ class Writer:
     def _note_size(self, bytes_: int, seconds: float, *, baseline: bool) -> None:
         full = self._full_bytes()
         self._sizes_since_baseline = [] if baseline else [*self._sizes_since_baseline, bytes_ / max(full, 1)]
+        self._last_increment = bytes_
         self._speed.wrote(bytes_, seconds)
 
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
@@ -433,6 +457,9 @@ class Writer:
             self.catalog.commit_round(self._era, [tidied])
             self._apply(tidied)
             self.catalog.free_replaced()
+            # A new list: the trainer may be looking at the old one.
+            *others, last = self._sizes_since_baseline
+            self._sizes_since_baseline = [*others, last + tidied.bytes / max(self._full_bytes(), 1)]
         values = asdict(report) | {
             "tidied_bytes": tidied.bytes if tidied else 0,
             "tidy_seconds": time.perf_counter() - started if tidied else 0.0,
@@ -458,23 +485,3 @@ class Writer:
 
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, HoldfastError) else repr(error)
-
-
-class _Speed:
-    """Bytes a second, as measured; until something was, a guess that favours neither side."""
-
-    def __init__(self) -> None:
-        self.write = 200e6
-        self._read: float | None = None
-
-    @property
-    def read(self) -> float:
-        return self._read if self._read is not None else self.write
-
-    def wrote(self, bytes_: int, seconds: float) -> None:
-        if bytes_ > 1 << 20 and seconds > 0:  # small writes measure the latency
-            self.write = bytes_ / seconds
-
-    def has_read(self, bytes_: int, seconds: float) -> None:
-        if bytes_ > 1 << 20 and seconds > 0:
-            self._read = bytes_ / seconds
