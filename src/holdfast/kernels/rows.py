@@ -345,14 +345,14 @@ def scatter_rows(addresses, firsts, ids, values, positions):
     numbering, each of as many words as a row of ``values``. ids ascend and lie within the numbering: the
     caller's duty. Without positions: every row.
     """
-    if _are_lines(addresses, values.shape[1] * values.itemsize):
+    if are_lines(addresses, values.shape[1] * values.itemsize):
         _scatter_lines(addresses, firsts, ids, values, positions)
     else:
         _scatter_words(addresses, firsts, ids, values, positions)
 
 
 @njit(cache=True, nogil=True)
-def _are_lines(addresses, row_bytes):
+def are_lines(addresses, row_bytes):
     """Whether rows are whole cache lines in every table."""
     whole = row_bytes % _LINE == 0
     for t in range(addresses.shape[0]):
