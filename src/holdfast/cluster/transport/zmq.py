@@ -62,8 +62,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_header_bytes", "max_frames", "max_message_bytes", "max_queued"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"Limits: {name} is {getattr(self, name)}: expected at least 1")
+            if not 1 <= getattr(self, name) < 1 << 31:
+                raise ConfigError(f"Limits: {name} is {getattr(self, name)}: expected 1 to 2147483647")
 
 
 @dataclass(slots=True)
@@ -230,15 +230,10 @@ class ZmqTransport:
             return
         if self._router is not None:
             self._router.disable_monitor()
-        linger = round(linger_seconds * 1000)
-        for _, dealer in self._dealers.values():
-            dealer.close(linger)
-        for socket in (self._router, self._monitor, self._gate):
-            if socket is not None:
-                socket.close(linger)
         self._dealers.clear()
         self._routes.clear()
-        self._context.term()
+        # It closes all sockets that it has made; one that is forgotten would keep it waiting for ever.
+        self._context.destroy(round(linger_seconds * 1000))
         os.close(self._wake)
 
     def __enter__(self) -> ZmqTransport:
