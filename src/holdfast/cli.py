@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json as json_
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,7 +84,10 @@ def train(
     if loaded.job.servers:
         from holdfast.cluster import session as jobs  # noqa: PLC0415
 
-        stopped_by = jobs.run(loaded, Console()).signal
+        try:
+            stopped_by = jobs.run(loaded, Console()).signal
+        except KeyboardInterrupt:  # the second one
+            stopped_by = signal.SIGINT
     else:
         from holdfast.training import session  # noqa: PLC0415
 

@@ -19,11 +19,13 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.cluster.job import JobResult, Runner
+from holdfast.cluster.keys import load_keys
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.messages import Status
 from holdfast.cluster.plan import Timing
 from holdfast.cluster.planning import plan_job
 from holdfast.cluster.progress import JobProgress, Reports
+from holdfast.cluster.transport.address import listen_address
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import ConfigError
@@ -168,6 +170,8 @@ class Job:
         stop_requested: Callable[[], bool],
     ) -> JobResult:
         config, job = self.config, self.config.job
+        keys = load_keys(job.keys) if job.keys else None
+        listen_address(job.bind, encrypted=keys is not None)  # what is refused is said here, not in a log
         with LocalLauncher(folder, environment=_environment()) as engine:
             # They load what they need while the plan is made.
             for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):

@@ -44,6 +44,7 @@ _POLL_SECONDS = 0.05
 _START_SECONDS = 60.0
 _MOST_SUPERVISORS = 10
 _LAST_WORDS_SECONDS = 2.0
+_FAILED_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +196,12 @@ class Runner:
         Raises JobFailed or what is under it when it cannot go on; no process is left behind.
         """
         try:
-            return self._run(on_status, stop_requested, hold_requested)
-        finally:
-            self.engine.close()
+            result = self._run(on_status, stop_requested, hold_requested)
+        except BaseException:
+            self.engine.close(_FAILED_SECONDS)
+            raise
+        self.engine.close()
+        return result
 
     def _run(
         self,
