@@ -29,11 +29,11 @@ from holdfast.checkpoint.manifest import DenseEntry, Era, Version
 from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
-from holdfast.checkpoint.strategies.baselines import intermittent_baseline_is_due, reset_is_due
+from holdfast.checkpoint.strategies.baselines import Baselines
 from holdfast.checkpoint.tracker import RowSet, Tracker
 from holdfast.errors import CheckpointError, HoldfastError, SaveFailed, StoreError
 from holdfast.events import EventLog
-from holdfast.options import AutoBits, Chunked, Differential, Full, Policy
+from holdfast.options import AutoBits, Differential, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -111,9 +111,8 @@ class Writer:
         self._said: Choice | None = None
         self._era = 0
         self._since_baseline: list[RowSet] = []
-        self._sizes_since_baseline: list[float] = []
+        self._baselines = Baselines(self.strategy)
         self._arena: list[list[Bytes2D]] = []
-        self._speed = _Speed()
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
         self._under_way: _Outcome | None = None
@@ -167,14 +166,11 @@ class Writer:
         self._shard.resume(self.store, era)
         self._era = era.number
         self._since_baseline = [RowSet(g.rows) for g in self._groups]
-        full = sum(f.bytes for f in era.files if f.kind == "baseline")
-        self._sizes_since_baseline = []
+        self._baselines.resume(self.catalog.manifest, era)
         if isinstance(self.strategy, Differential):
             for group, ids in self._shard.rows_of(self.store, era, version.version):
                 if group < len(self._groups):  # not of those that are kept raw: they are there as well
                     self._since_baseline[group].add(ids)
-            siblings = [v for v in self.catalog.manifest.versions if v.era == era.number and not v.baseline]
-            self._sizes_since_baseline = [v.bytes / max(full, 1) for v in siblings]
 
     def skips(self, step: int) -> bool:
         """Whether a save of this step is left out, as the policy says, because another is under way."""
@@ -261,23 +257,9 @@ class Writer:
             self._saved.wait()
 
     def _baseline_is_due(self) -> bool:
-        strategy = self.strategy
-        if not self._shard.base or isinstance(strategy, Full):
+        if not self._shard.base:
             return True
-        if isinstance(strategy, Differential):
-            return strategy.baseline == "intermittent" and intermittent_baseline_is_due(
-                self._sizes_since_baseline
-            )
-        if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes_since_baseline:
-            full = self._full_bytes()
-            return reset_is_due(
-                full_bytes=full,
-                increment_bytes=self._sizes_since_baseline[-1] * full,
-                beyond_bytes=self._shard.live_bytes(),
-                write_speed=self._speed.write,
-                read_speed=self._speed.read,
-            )
-        return False
+        return self._baselines.due(self._full_bytes(), self._shard.live_bytes())
 
     def _snapshot(
         self, capture_dense: CaptureDense, look: Look | None
@@ -374,7 +356,7 @@ class Writer:
         if baseline:
             self._shard, self._encoder = shard, encoder
             self._say_bits()
-        self._note_size(change.bytes, seconds, baseline=baseline)
+        self._baselines.note(change.bytes, self._full_bytes(), seconds, baseline=baseline)
         self._apply(change)
         del rows, change
         self._saved.set()
@@ -420,11 +402,6 @@ class Writer:
                 self._said = choice
                 return
 
-    def _note_size(self, bytes_: int, seconds: float, *, baseline: bool) -> None:
-        full = self._full_bytes()
-        self._sizes_since_baseline = [] if baseline else [*self._sizes_since_baseline, bytes_ / max(full, 1)]
-        self._speed.wrote(bytes_, seconds)
-
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
         started, cpu = time.perf_counter(), time.thread_time()
         kept = [v.version for v in self.catalog.manifest.versions]
@@ -458,23 +435,3 @@ class Writer:
 
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, HoldfastError) else repr(error)
-
-
-class _Speed:
-    """Bytes a second, as measured; until something was, a guess that favours neither side."""
-
-    def __init__(self) -> None:
-        self.write = 200e6
-        self._read: float | None = None
-
-    @property
-    def read(self) -> float:
-        return self._read if self._read is not None else self.write
-
-    def wrote(self, bytes_: int, seconds: float) -> None:
-        if bytes_ > 1 << 20 and seconds > 0:  # small writes measure the latency
-            self.write = bytes_ / seconds
-
-    def has_read(self, bytes_: int, seconds: float) -> None:
-        if bytes_ > 1 << 20 and seconds > 0:
-            self._read = bytes_ / seconds

@@ -4,6 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.checkpoint.manifest import Era, Manifest
+from holdfast.options import Chunked, Differential, Full, Strategy
+
+_GUESSED_SPEED = 200e6
+_MEASURED_BYTES = 1 << 20  # smaller writes measure the latency
+
+
+class Baselines:
+    """Remembers what the versions of an era cost, and says when the next is to begin a new one.
+
+    Args:
+        strategy: of the store.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._sizes: list[float] = []
+        self._speed = _GUESSED_SPEED
+
+    def due(self, full_bytes: int, beyond_bytes: int) -> bool:
+        """Whether the next version is to hold everything.
+
+        ``full_bytes`` is what that takes, ``beyond_bytes`` what a restore of the newest version reads beyond
+        its era's full one.
+        """
+        strategy = self._strategy
+        if isinstance(strategy, Full):
+            return True
+        if isinstance(strategy, Differential):
+            return strategy.baseline == "intermittent" and intermittent_baseline_is_due(self._sizes)
+        if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes:
+            # Reading is taken to be as quick as writing: that favours neither side.
+            speed = self._speed
+            return reset_is_due(full_bytes, self._sizes[-1] * full_bytes, beyond_bytes, speed, speed)
+        return False
+
+    def note(self, bytes_: int, full_bytes: int, seconds: float, *, baseline: bool) -> None:
+        """A version was written: so many bytes in so long."""
+        self._sizes = [] if baseline else [*self._sizes, bytes_ / max(full_bytes, 1)]
+        if bytes_ > _MEASURED_BYTES and seconds > 0:
+            self._speed = bytes_ / seconds
+
+    def resume(self, manifest: Manifest, era: Era) -> None:
+        """Go on with an era that another process began."""
+        self._sizes = []
+        if isinstance(self._strategy, Differential):
+            full = sum(f.bytes for f in era.files if f.kind == "baseline")
+            siblings = [v for v in manifest.versions if v.era == era.number and not v.baseline]
+            self._sizes = [v.bytes / max(full, 1) for v in siblings]
+
 
 def intermittent_baseline_is_due(increments: Sequence[float]) -> bool:
     """Check-N-Run, section 4.1.1: is a full version due after these differential ones?
