@@ -88,6 +88,14 @@ class Encoder:
         return cls(live, _stored_groups(live, policy, restores, grid_bits))
 
     @classmethod
+    def for_shards(cls, policy: Policy, restores: int, live: Sequence[Group]) -> Encoder:
+        """For shards that have to agree without seeing each other's rows.
+
+        Scale and zero point take 16 bits whatever the rows are, where one writer of all rows chooses by them.
+        """
+        return cls(live, _stored_groups(live, policy, restores, lambda number, field, bits: 16))
+
+    @classmethod
     def of_era(
         cls, policy: Policy, restores: int, era: Sequence[Group], live: Sequence[Group]
     ) -> Encoder | None:

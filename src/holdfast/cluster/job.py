@@ -66,6 +66,10 @@ class JobResult:
     workers_replaced: int
     folder: Path
     interrupted: bool
+    versions: tuple[int, ...] = ()
+    """Checkpoints that were saved."""
+    save_errors: tuple[str, ...] = ()
+    """Why others could not be: the job went on without them."""
 
     @property
     def auc(self) -> float:
@@ -220,7 +224,7 @@ class Runner:
         on_status: Callable[[Status], None],
         stop_requested: Callable[[], bool],
     ) -> JobResult:
-        clock = _Clock()
+        clock = _Clock(self.plan.resume.samples if self.plan.resume else 0)
         kills = list(self.kills)
         seen: Status | None = None
         while True:
@@ -256,6 +260,8 @@ class Runner:
             workers_replaced=status.replaced,
             folder=self.folder,
             interrupted=launcher.stopping,
+            versions=status.versions,
+            save_errors=status.save_errors,
         )
 
     def _error(self, status: Status) -> JobFailed:
@@ -278,14 +284,15 @@ class Runner:
 
 
 class _Clock:
-    """The time between the first sign of training and the last."""
+    """The time between the first sign of training and the last; before it there were so many samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int) -> None:
+        self._before = before
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
 
     def note(self, status: Status) -> None:
-        if status.samples and (self._last is None or status.samples != self._last[1]):
+        if status.samples > self._before and (self._last is None or status.samples != self._last[1]):
             self._last = time.monotonic(), status.samples
             self._first = self._first or self._last
 

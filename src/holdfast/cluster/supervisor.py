@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,11 @@ from holdfast.cluster.loop import TICK_SECONDS, flush
 from holdfast.cluster.membership import Durable, Member, Supervisor
 from holdfast.cluster.messages import Figures, NodeStatus, Peer, Status
 from holdfast.cluster.node import Assignment
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.resuming import open_saving
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.versions import Versions
 from holdfast.events import EventLog
 
 STATE_FILE = "supervisor.json"
@@ -64,15 +68,37 @@ def run(assignment: Assignment) -> None:
         storage.endpoint = transport.endpoint
         with EventLog(folder) as events:
             test_every = int(assignment.plan.training.get("test_every", 0))
-            machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every)
-            _Watch(machine, transport, events).run()
+            keeper = _keeper(assignment.plan, events, first=known is None)
+            machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every, keeper)
+            _Watch(machine, keeper, transport, events).run()
     finally:
         transport.close()
 
 
+def _keeper(plan: JobPlan, events: EventLog, *, first: bool) -> Versions | None:
+    resume = plan.resume
+    if resume is not None and first:
+        for problem in resume.problems:
+            events.emit("checkpoint_damaged", version=None, error=problem)
+        events.emit(
+            "job_resumed",
+            version=resume.version,
+            step=resume.steps,
+            samples=resume.samples,
+            continues_era=resume.continues,
+        )
+    if plan.saving is None:
+        return None
+    runs = ThreadPoolExecutor(1, "holdfast-save")
+    return Versions(plan, lambda: open_saving(plan), runs, time.monotonic())
+
+
 class _Watch:
-    def __init__(self, machine: Supervisor, transport: ZmqTransport, events: EventLog) -> None:
+    def __init__(
+        self, machine: Supervisor, keeper: Versions | None, transport: ZmqTransport, events: EventLog
+    ) -> None:
         self._machine = machine
+        self._keeper = keeper
         self._transport = transport
         self._events = events
         self._next_tick = 0.0
@@ -99,17 +125,18 @@ class _Watch:
             self._tell()
         if now >= self._next_status:
             self._next_status = now + _STATUS_SECONDS
-            status = _status(self._machine, now)
+            status = _status(self._machine, self._keeper, now)
             self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
 
     def _tell(self) -> None:
-        for name, figures in self._machine.events:
-            self._events.emit(name, **figures)
-        self._machine.events.clear()
+        for said in [self._machine.events, *([self._keeper.events] if self._keeper else [])]:
+            for name, figures in said:
+                self._events.emit(name, **figures)
+            said.clear()
         flush(self._machine, self._transport)
 
 
-def _status(machine: Supervisor, now: float) -> Status:
+def _status(machine: Supervisor, keeper: Versions | None, now: float) -> Status:
     failure = machine.failure
     return Status(
         phase=machine.view.phase,
@@ -117,6 +144,8 @@ def _status(machine: Supervisor, now: float) -> Status:
         samples=machine.samples(),
         nodes=tuple(_node_status(member, now) for member in [*machine.servers, *machine.workers]),
         tests=tuple(machine.tests),
+        versions=tuple(keeper.saved) if keeper else (),
+        save_errors=tuple(keeper.errors) if keeper else (),
         replaced=sum(worker.incarnation - 1 for worker in machine.workers),
         finished=machine.finished,
         failure=(failure.kind, failure.peer, failure.text) if failure else None,

@@ -80,13 +80,19 @@ class Copies:
         self._server = server
         self.copies: dict[int, list[NDArray[np.uint32]]] = {}
 
-    def cut(self, version: int) -> None:
+    def cut(self, version: int, *, baseline: bool) -> None:
         """Copy all records."""
         self.copies[version] = [shard.records.copy() for shard in self._server[0].shards]
 
-    def saved(self) -> tuple[int, bytes]:
+    def settle(self, committed: int, tidied: int) -> None:
+        """They are here for good."""
+
+    def saved(self) -> int:
         """At once."""
-        return max(self.copies, default=0), b""
+        return max(self.copies, default=0)
+
+    def collect(self, version: int, *, tidy: bool) -> None:
+        """Nobody asks."""
 
 
 class SimWorker:
