@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from holdfast.cluster.model import WorkerModel, network_parts, plan_groups
+from holdfast.coding.placement import Placement
 from holdfast.data.reader import Batch
 from holdfast.errors import ConfigError
 from holdfast.models.presets import Sizes, build
 from holdfast.models.recommender import Recommender, loss_function, table_dims
+from holdfast.tables.lookup import Placed, Placer
 from holdfast.tables.plan import GroupPlan, OptimizerPlan
 
 ROWS = (7, 100, 1, 30)
+PLACEMENT = Placement(servers=5, k=3, r=1)
 SGD = OptimizerPlan(name="sgd", lr=0.1)
 
 
@@ -64,24 +66,6 @@ def make_batch(samples: int, hots: str) -> Batch:
     )
 
 
-@dataclass
-class Looked:
-    """The slow, obvious lookup, in any order of rows."""
-
-    places: NDArray[np.uint32]
-    starts: NDArray[np.int64]
-    inverse: NDArray[Any]
-    ids: NDArray[np.int64]
-
-
-def look_up(plan: GroupPlan, ids: Sequence[NDArray[np.int64]]) -> Looked:
-    flat = np.concatenate([i + first for i, first in zip(ids, plan.firsts[:-1], strict=True)])
-    found, inverse = np.unique(flat, return_inverse=True)
-    shuffled = np.random.default_rng(1).permutation(len(found))
-    back = np.argsort(shuffled)
-    return Looked(shuffled.astype(np.uint32), np.array([0, len(found)]), back[inverse], found[shuffled])
-
-
 def worker_and_single(name: str) -> tuple[WorkerModel, Recommender, tuple[GroupPlan, ...]]:
     single = Recommender(make_network(name), ROWS)
     network = make_network(name)
@@ -92,11 +76,18 @@ def worker_and_single(name: str) -> tuple[WorkerModel, Recommender, tuple[GroupP
 
 def pull(
     worker: WorkerModel, single: Recommender, plans: Sequence[GroupPlan], batch: Batch
-) -> tuple[list[Looked], list[NDArray[np.float32]]]:
-    placed = [look_up(plan, ids) for plan, ids in zip(plans, worker.ids_of(batch), strict=False)]
+) -> tuple[list[Placed], list[NDArray[np.float32]]]:
+    placed = worker.look_up(batch, [Placer(plan, PLACEMENT) for plan in plans[:-1]])
     weights = [w.detach().numpy() for w in single.tables.parameters()]
     groups = [np.concatenate([weights[t] for t in tables]) for tables in worker.groups]
-    return placed, [group[at.ids] for group, at in zip(groups, placed, strict=True)]
+    return placed, [group[rows_of(at)] for group, at in zip(groups, placed, strict=True)]
+
+
+def rows_of(placed: Placed) -> NDArray[np.int64]:
+    """Which row of its group each of the rows is."""
+    servers = itertools.pairwise(placed.starts)
+    places = placed.places.astype(np.int64)
+    return np.concatenate([PLACEMENT.row(s, places[a:b]) for s, (a, b) in enumerate(servers)])
 
 
 def tensors(batch: Batch) -> tuple[Tensor, list[Tensor], list[Tensor] | None]:
@@ -121,7 +112,7 @@ def test_gradients_are_those_of_the_single_process_model(name: str, hots: str) -
         parts = [list(single.tables.parameters())[t].grad for t in tables]
         expected = np.concatenate([part.to_dense().numpy() for part in parts if part is not None])
         dense = np.zeros((plan.rows, plan.dim), np.float32)
-        dense[at.ids] = gradient
+        dense[rows_of(at)] = gradient
         np.testing.assert_allclose(dense, expected, rtol=1e-5, atol=1e-7)
     named = dict(single.named_parameters())
     flat = step.network.reshape(-1)
@@ -227,9 +218,9 @@ def test_a_network_that_reads_no_table_gives_zeros() -> None:
     worker = WorkerModel(Dense(), ROWS, (2, 2, 2, 2))
     batch = make_batch(4, "one")
     plan = plan_groups(worker.network, ROWS, (2, 2, 2, 2), SGD, SGD)[0]
-    at = look_up(plan, worker.ids_of(batch)[0])
-    step = worker.train(batch, [at], [np.ones((len(at.ids), 2), np.float32)])
-    assert step.gradients[0].shape == (len(at.ids), 2)
+    placed = worker.look_up(batch, [Placer(plan, PLACEMENT)])
+    step = worker.train(batch, placed, [np.ones((placed[0].unique, 2), np.float32)])
+    assert step.gradients[0].shape == (placed[0].unique, 2)
     assert not step.gradients[0].any()
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -90,6 +91,8 @@ class Launcher:
         self.exited: list[Exit] = []
         self.stopping = False
         """Whether the job is to end before its time."""
+        self.holding = False
+        """Whether workers are to wait between two batches."""
         self._faults = faults or {}
         self._engine = engine
         self._template = template
@@ -118,7 +121,10 @@ class Launcher:
                 self._engine.start(self._assignment(peer))
             elif self._current.get((peer.role, peer.slot)) == peer:
                 self.exited.append(Exit(peer, code))
-        beat = Beat("done" if self.stopping else "ready", self.view.number, exited=tuple(self.exited))
+        state: Literal["done", "held", "ready"] = (
+            "done" if self.stopping else "held" if self.holding else "ready"
+        )
+        beat = Beat(state, self.view.number, exited=tuple(self.exited))
         self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
 
     def start(self, peer: Peer) -> None:
@@ -174,15 +180,23 @@ class Runner:
         self,
         on_status: Callable[[Status], None] = lambda status: None,
         stop_requested: Callable[[], bool] = lambda: False,
+        hold_requested: Callable[[], bool] = lambda: False,
     ) -> JobResult:
-        """Run the job. Raises JobFailed or what is under it when it cannot go on; no process is left
+        """Run the job; while ``hold_requested`` says so, workers wait between two batches.
+
+        Raises JobFailed or what is under it when it cannot go on; no process is left
         behind."""
         try:
-            return self._run(on_status, stop_requested)
+            return self._run(on_status, stop_requested, hold_requested)
         finally:
             self.engine.close()
 
-    def _run(self, on_status: Callable[[Status], None], stop_requested: Callable[[], bool]) -> JobResult:
+    def _run(
+        self,
+        on_status: Callable[[Status], None],
+        stop_requested: Callable[[], bool],
+        hold_requested: Callable[[], bool],
+    ) -> JobResult:
         template = Assignment(
             me=Peer("supervisor"),
             plan=self.plan,
@@ -201,7 +215,7 @@ class Runner:
                 launcher.start(Peer("server", slot, 1))
             for slot in range(self.plan.workers):
                 launcher.start(Peer("worker", slot, 1))
-            return self._watch(launcher, transport, on_status, stop_requested)
+            return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
     def _wait_for_supervisor(self) -> str:
         """Where the supervisor listens: it says so in its file."""
@@ -223,12 +237,14 @@ class Runner:
         transport: ZmqTransport,
         on_status: Callable[[Status], None],
         stop_requested: Callable[[], bool],
+        hold_requested: Callable[[], bool],
     ) -> JobResult:
         clock = _Clock(self.plan.resume.samples if self.plan.resume else 0)
         kills = list(self.kills)
         seen: Status | None = None
         while True:
             launcher.stopping = launcher.stopping or stop_requested()
+            launcher.holding = hold_requested()
             launcher.tick(time.monotonic())
             flush(launcher, transport)
             for envelope in transport.poll(_POLL_SECONDS):

@@ -156,6 +156,7 @@ class Supervisor:
         self._test_every = test_every
         self._keeper = keeper
         self._before = plan.resume.steps if plan.resume else 0
+        self._hold = False
         self._test = 0
         self._tested_at = self._before
         known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
@@ -189,6 +190,7 @@ class Supervisor:
                 self._note_exit(exited, now)
             if beat.state == "done":
                 self.request_stop()
+            self._hold = beat.state == "held"
         else:
             member = self._member(source)
             if member is None or (source.role == "server" and len(beat.marks) != self.plan.workers):
@@ -268,6 +270,8 @@ class Supervisor:
         for worker in self.workers:
             self._bring_in(worker)
         self._advance_cut()
+        if self.cut is None and self.view.phase == ("running" if self._hold else "holding"):
+            self._change(phase="holding" if self._hold else "running")
         if self._keeper is not None:
             self._keeper.advance(self, now)
         self._advance_tests(now)

@@ -1,8 +1,8 @@
 """A worker's model: the user's network, run on rows that servers hold.
 
 ``plan_groups`` says how the tables and the network's parameters become groups of rows; every node of a job
-knows the result. A worker then goes round: look the batch up (``ids_of`` gives each group's ids), pull,
-``load_network``, ``train``, push what it returns.
+knows the result. A worker then goes round: ``look_up`` a batch, pull the rows, ``load_network``,
+``train``, push what it returns.
 
 The network's parameters are views of one flat vector, and their gradients of another: loading what was
 pulled is one copy, and what is pushed needs none.
@@ -11,31 +11,22 @@ pulled is one copy, and what is pushed needs none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag
 
 from holdfast.cluster.plan import NetworkPart
 from holdfast.data.reader import Batch
 from holdfast.errors import ConfigError
 from holdfast.models.recommender import loss_function
+from holdfast.tables.lookup import Placed, Placer
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 
 Floats = NDArray[np.float32]
-
-
-class Placed(Protocol):
-    """How a batch was looked up in a group: which rows, and where each looked-up id is among them."""
-
-    places: NDArray[np.uint32]
-    starts: NDArray[np.int64]
-    inverse: NDArray[Any]
-
 
 NETWORK_ROW_WORDS = 256
 """Parameters in a row of the network's group: 1 KB, so that rows spread evenly and headers cost little."""
@@ -170,9 +161,15 @@ class WorkerModel:
         rows: Floats = flat.numpy().reshape(-1, NETWORK_ROW_WORDS)
         return rows
 
-    def ids_of(self, batch: Batch) -> list[list[NDArray[np.int64]]]:
-        """For each group of tables, the ids that the batch looks up in each of its tables."""
-        return [[batch.ids[t] for t in tables] for tables in self.groups]
+    def look_up(self, batch: Batch, placers: Sequence[Placer]) -> list[Placed]:
+        """Which rows the batch needs of each group of tables, found by the groups' placers."""
+        return [
+            placer.place(
+                [batch.ids[t] for t in tables],
+                None if batch.offsets is None else [batch.offsets[t] for t in tables],
+            )
+            for placer, tables in zip(placers, self.groups, strict=True)
+        ]
 
     def train(self, batch: Batch, placed: Sequence[Placed], pulled: Sequence[Floats]) -> Step:
         """The loss of a batch and its gradients; nothing is changed.
@@ -191,7 +188,7 @@ class WorkerModel:
         views = self._views(gradient)
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.grad = view
-        leaves = self._look_up(batch, placed, pulled)
+        leaves = self._gather(batch, placed, pulled)
         for leaf in leaves:
             leaf.requires_grad_()
         loss = self._loss(self._forward(batch, leaves), _tensor(batch.labels))
@@ -201,8 +198,10 @@ class WorkerModel:
                 view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
             parameter.grad = None
         gradients = [
-            self._sum(batch, group, leaf.grad, placed[group], len(pulled[group]))
-            for group, leaf in enumerate(leaves)
+            np.zeros_like(rows)  # the network reads none of these tables
+            if leaf.grad is None
+            else at.sum_gradients(leaf.grad.numpy().reshape(-1, rows.shape[1]))
+            for leaf, at, rows in zip(leaves, placed, pulled, strict=True)
         ]
         return Step(loss.item(), gradients, self._rows(gradient))
 
@@ -212,7 +211,7 @@ class WorkerModel:
             return np.empty(0, np.float32)
         self.network.eval()
         with torch.no_grad():
-            logits: Floats = self._forward(batch, self._look_up(batch, placed, pulled)).numpy()
+            logits: Floats = self._forward(batch, self._gather(batch, placed, pulled)).numpy()
         return logits
 
     def _forward(self, batch: Batch, looked_up: Sequence[Tensor]) -> Tensor:
@@ -228,40 +227,12 @@ class WorkerModel:
             )
         return logits
 
-    def _look_up(self, batch: Batch, placed: Sequence[Placed], pulled: Sequence[Floats]) -> list[Tensor]:
+    def _gather(self, batch: Batch, placed: Sequence[Placed], pulled: Sequence[Floats]) -> list[Tensor]:
         """For each group, what its tables give the samples: [tables, samples, dim]."""
-        looked_up = []
-        for group, (tables, dim) in enumerate(zip(self.groups, self._dims, strict=True)):
-            rows, inverse = torch.from_numpy(pulled[group]), torch.from_numpy(placed[group].inverse)
-            if batch.offsets is None:
-                bags = rows.index_select(0, inverse)
-            else:
-                starts = torch.from_numpy(_bag_starts(batch, tables)[:-1])
-                bags = embedding_bag(inverse, rows, starts.to(inverse.dtype), mode="sum")
-            looked_up.append(bags.view(len(tables), len(batch), dim))
-        return looked_up
-
-    def _sum(self, batch: Batch, group: int, bags: Tensor | None, placed: Placed, rows: int) -> Floats:
-        """The gradient of each pulled row: the sum over the bags that it is in."""
-        result = torch.zeros(rows, self._dims[group])
-        if bags is not None:  # else the network reads none of these tables
-            flat = bags.reshape(-1, self._dims[group])
-            if batch.offsets is not None:
-                lengths = np.diff(_bag_starts(batch, self.groups[group]))
-                flat = flat.repeat_interleave(torch.from_numpy(lengths), dim=0)
-            result.index_add_(0, torch.from_numpy(placed.inverse), flat)
-        return result.numpy()
-
-
-def _bag_starts(batch: Batch, tables: Sequence[int]) -> NDArray[np.int64]:
-    """Where each bag of these tables starts among all ids that they look up, and where the last one ends."""
-    assert batch.offsets is not None
-    before = 0
-    starts = []
-    for table in tables:
-        starts.append(batch.offsets[table] + before)
-        before += len(batch.ids[table])
-    return np.concatenate([*starts, [before]])
+        return [
+            torch.from_numpy(at.gather(rows)).view(len(tables), len(batch), dim)
+            for tables, dim, at, rows in zip(self.groups, self._dims, placed, pulled, strict=True)
+        ]
 
 
 def _tensor(array: NDArray[np.float32]) -> Tensor:

@@ -17,7 +17,7 @@ class Timing(Struct, frozen=True, kw_only=True):
 
     beat_seconds: float = 0.25
     """Between two signs of life."""
-    silent_seconds: float = 5.0
+    silent_seconds: float = 10.0
     """A node that has given none for so long is taken for dead."""
     start_seconds: float = 60.0
     """A process that was started has so long to give its first."""

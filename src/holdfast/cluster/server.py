@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from holdfast.cluster.loop import memory_bytes, open_transport, run_node
@@ -41,7 +42,10 @@ from holdfast.cluster.resuming import open_saving, restore_rows
 from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.cluster.transport.zmq import Counters
+from holdfast.coding.placement import Placement
 from holdfast.errors import HoldfastError
+from holdfast.tables.plan import TablePlan
 from holdfast.tables.shard import GroupShard
 
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
@@ -74,6 +78,7 @@ class Server:
         fresh: whether the job starts from first values; a server that takes over from another, or whose rows
             come from a checkpoint, must never take them.
         saver: who saves its rows; None if nobody does. It may be set later, before the job starts.
+        counters: of its transport.
 
     Attributes:
         restoring: whether rows are being read from a checkpoint: until then the job does not start.
@@ -81,7 +86,14 @@ class Server:
     """
 
     def __init__(
-        self, me: Peer, plan: JobPlan, endpoint: str = "", *, fresh: bool = True, saver: Saver | None = None
+        self,
+        me: Peer,
+        plan: JobPlan,
+        endpoint: str = "",
+        *,
+        fresh: bool = True,
+        saver: Saver | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.me = me
         self.plan = plan
@@ -96,6 +108,7 @@ class Server:
         self.error = ""
         self.saver = saver
         self._fresh = fresh
+        self._counters = counters or Counters()
         self._cut = 0
         self._next_beat = 0.0
         self._told: tuple[bool, int] = (False, 0)
@@ -125,7 +138,7 @@ class Server:
         if now >= self._next_beat or self._told != (self.restoring, self._saved()):
             self.beat(now)
 
-    def beat(self, now: float, figures: Figures | None = None) -> None:
+    def beat(self, now: float) -> None:
         """Tell the supervisor where this server stands."""
         self._next_beat = now + self.plan.timing.beat_seconds
         self._told = self.restoring, self._saved()
@@ -138,7 +151,7 @@ class Server:
             cut=self._cut,
             saved=self._saved(),
             error=self.error,
-            figures=figures or self.figures(),
+            figures=self.figures(),
         )
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
 
@@ -147,9 +160,11 @@ class Server:
         return Figures(
             steps=self.pushes,
             rows=sum(shard.rows for shard in self.shards),
-            malformed=self.malformed,
+            malformed=self.malformed + self._counters.malformed,
+            bytes_in=self._counters.received_bytes,
+            bytes_out=self._counters.sent_bytes,
             memory_bytes=memory_bytes(),
-            cpu_seconds=(("server", time.process_time()),),
+            cpu_seconds=(("process", time.process_time()),),
         )
 
     def _saved(self) -> int:
@@ -238,9 +253,10 @@ class Server:
 def run(assignment: Assignment) -> None:
     """Be a server until the job ends."""
     plan = assignment.plan
+    _warm_up(plan)
     with open_transport(assignment) as transport:
         fresh = plan.resume is None and assignment.me.incarnation == 1
-        server = Server(assignment.me, plan, transport.endpoint, fresh=fresh)
+        server = Server(assignment.me, plan, transport.endpoint, fresh=fresh, counters=transport.counters)
         if plan.saving is not None:
             # Behind its back, so that it gives signs of life meanwhile: reading may take minutes.
             server.restoring = True
@@ -266,3 +282,15 @@ def _prepare(server: Server) -> None:
         traceback.print_exc()
         server.error = str(error) if isinstance(error, HoldfastError) else repr(error)
     server.restoring = False  # last: the job starts with this
+
+
+def _warm_up(plan: JobPlan) -> None:
+    """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
+    for group in plan.groups:
+        few = replace(group, tables=(TablePlan("few", 3),))
+        shard = GroupShard(few, Placement(1), 0, 0)
+        places = np.arange(3, dtype=np.uint32)
+        if not shard.installed:
+            shard.install(places, np.zeros((3, group.dim), np.float32))
+        shard.push(places, np.zeros((3, group.dim), np.float32))
+        shard.pull(places)

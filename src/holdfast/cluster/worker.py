@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from holdfast.cluster.calls import Floats, Spread, empty_spread, spread_by
 from holdfast.cluster.faults import Faults
@@ -78,6 +79,7 @@ class _Talk(threading.Thread):
                     self.cpu[part] += time.thread_time() - started
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
+                    self._machine.figures = self._measured()
                     self._machine.tick(now)
                 outgoing = self._machine.outbox[:]
                 self._machine.outbox.clear()
@@ -91,6 +93,16 @@ class _Talk(threading.Thread):
                 self._faults.before(envelope.message)
                 self._transport.send(envelope)
                 self._faults.after(envelope.message)
+
+    def _measured(self) -> Figures:
+        """What only this thread may ask the transport."""
+        counters = self._transport.counters
+        return replace(
+            self._machine.figures,
+            bytes_in=counters.received_bytes,
+            bytes_out=counters.sent_bytes,
+            malformed=counters.malformed,
+        )
 
     def wake(self) -> None:
         """There is something to send."""
@@ -221,7 +233,7 @@ class WorkerProcess:
             gradients = [np.empty((0, group.dim), np.float32) for group in self._plan.groups]
         with self._talk.lock:
             self._machine.finish(gradients, time.monotonic())
-            self._machine.figures = self._figures()
+            self._machine.figures = self._figures(self._machine.figures)
         self._talk.wake()
 
     def _test(self, number: int) -> None:
@@ -278,9 +290,11 @@ class WorkerProcess:
         self._steps += 1
         self._samples += samples
 
-    def _figures(self) -> Figures:
+    def _figures(self, before: Figures) -> Figures:
         cpu = {part: self._cpu[part] + self._talk.cpu[part] for part in ("pull", "compute", "push")}
-        return Figures(
+        cpu["process"] = time.process_time()
+        return replace(
+            before,
             samples=self._samples,
             steps=self._steps,
             loss=self._loss,

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -429,64 +430,6 @@ def test_queues_of_dead_peers_are_bounded() -> None:
         assert (worker.counters.sent, worker.counters.full) == (8, 12)
 
 
-@pytest.mark.parametrize(
-    "bind",
-    [
-        "tcp://0.0.0.0",
-        "tcp://192.168.1.5:4000",
-        "tcp://*",
-        "tcp://[::]",
-        "tcp://eth0",
-        "tcp://10.0.0.1",
-        "tcp://a.b",
-    ],
-)
-def test_only_this_machine_without_keys(bind: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ZmqTransport(SERVER, JOB, bind)
-    assert repr(bind) in str(caught.value)
-    assert "make_keys" in str(caught.value)
-
-
-def test_addresses_of_this_machine(tmp_path: Path) -> None:
-    for bind, expected in [
-        ("tcp://127.0.0.1", "tcp://127.0.0.1:"),
-        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:"),
-        ("tcp://127.3.2.1", "tcp://127.3.2.1:"),
-        ("tcp://localhost", "tcp://127.0.0.1:"),
-        (f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/a"),
-    ]:
-        with pair(bind) as (server, worker):
-            assert server.endpoint.startswith(expected)
-            works(server, worker)
-    for bind in (
-        "127.0.0.1",
-        "tcp://",
-        "tcp://127.0.0.1:x",
-        "ipc://",
-        "ipc:///" + "x" * 200,
-        "inproc://a",
-        "",
-    ):
-        with pytest.raises(ConfigError):
-            ZmqTransport(SERVER, JOB, bind)
-
-
-@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
-def test_the_loopback_of_ipv6() -> None:
-    try:
-        with pair("tcp://[::1]") as (server, worker):
-            works(server, worker)
-    except ConfigError:
-        pytest.skip("no ::1 here")
-
-
-def test_an_address_that_is_taken() -> None:
-    taken = r"server 4 cannot listen on 'tcp://127\.0\.0\.1:\d+' \(.*in use"
-    with ZmqTransport(SERVER, JOB, "tcp://127.0.0.1") as server, pytest.raises(ConfigError, match=taken):
-        ZmqTransport(Peer("server", 4), JOB, server.endpoint)
-
-
 def test_closing_sends_what_was_sent_and_waits_for_nobody() -> None:
     with ZmqTransport(SERVER, JOB, "tcp://127.0.0.1") as server:
         worker = ZmqTransport(WORKER, JOB, None)
@@ -499,6 +442,22 @@ def test_closing_sends_what_was_sent_and_waits_for_nobody() -> None:
         worker.close()
         assert time.monotonic() - start < 5
         take(server)
+
+
+def test_waking_a_poll_from_another_thread() -> None:
+    with ZmqTransport(WORKER, JOB, None) as worker:
+        timer = threading.Timer(0.05, worker.wake)
+        timer.start()
+        start = time.monotonic()
+        assert worker.poll(30.0) == []
+        timer.join()
+        worker.wake()
+        worker.wake()
+        assert worker.poll(30.0) == []
+        assert time.monotonic() - start < 10
+        start = time.monotonic()
+        assert worker.poll(0.03) == []  # both are spent
+        assert time.monotonic() - start >= 0.03
 
 
 def test_limits_make_sense() -> None:

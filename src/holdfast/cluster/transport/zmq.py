@@ -11,6 +11,7 @@ keys every connection is encrypted, and only holders of an allowed key get throu
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, Final
@@ -88,7 +89,7 @@ class Counters:
 
 
 class ZmqTransport:
-    """One node's sockets. All calls but ``wake`` must come from one thread.
+    """One node's sockets. Calls must not overlap, except that of ``wake``.
 
     Args:
         me: this node: only messages for its role and slot come through.
@@ -120,8 +121,8 @@ class ZmqTransport:
         # Its own context: ZeroMQ asks one authenticator in each context who may connect.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._bell, zmq.POLLIN)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._gate: zmq.Socket[bytes] | None = None
@@ -208,20 +209,20 @@ class ZmqTransport:
         are ZeroMQ's own memory, not a copy. The result can be empty before the time is up.
         """
         envelopes: list[Envelope] = []
-        for ready, _ in self._poller.poll(max(0, round(timeout_seconds * 1000))):
+        for ready, _ in self._poller.poll(max(0, math.ceil(timeout_seconds * 1000))):
             if ready is self._gate:
                 self._answer_gate()
             elif ready is self._monitor:
                 self._count_refused()
-            elif ready == self._bell:
-                os.eventfd_read(self._bell)
+            elif isinstance(ready, int):
+                os.eventfd_read(ready)
             else:
                 self._drain(ready, envelopes)
         return envelopes
 
     def wake(self) -> None:
-        """Let a ``poll`` that waits return at once. The one call that may come from any thread."""
-        os.eventfd_write(self._bell, 1)
+        """Let the ``poll`` that waits, or else the next, return at once. For any thread, until ``close``."""
+        os.eventfd_write(self._wake, 1)
 
     def close(self, linger_seconds: float = 0.2) -> None:
         """Close all sockets; what has been sent may take so long to leave. Closing twice does no harm."""
@@ -238,7 +239,7 @@ class ZmqTransport:
         self._dealers.clear()
         self._routes.clear()
         self._context.term()
-        os.close(self._bell)
+        os.close(self._wake)
 
     def __enter__(self) -> ZmqTransport:
         return self
