@@ -12,9 +12,17 @@ new of each record, or has no rows if nobody wants them.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
+from holdfast.kernels.lanes import COUNT, load, splat, store
 from holdfast.kernels.rows import _mixed, _prefetch
+
+# Numba keeps what it compiled of this file until the file changes. So it must change with the one that it is
+# built with: a test compares their checksums.
+BUILT_WITH = {"lanes": "0ba250c70725"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
@@ -39,15 +47,18 @@ def _ask(address, count):
 @_inlined
 def _begin(records, places, i, marks, differences):
     """What comes before each record's update: the record's number."""
+    words = records.shape[1]
     if i + _AHEAD < places.shape[0]:
-        count = records.shape[1] * 4
-        _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * count, count)
+        _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
     place = np.int64(places[i])
     marks[place >> 6] |= np.uint64(1) << np.uint64(place & 63)
     if differences.shape[0]:
-        source, target = records[place], differences[i]
-        for w in range(records.shape[1]):
-            target[w] = source[w]
+        some = words // COUNT * COUNT
+        at, to = records.ctypes.data + place * words * 4, differences.ctypes.data + i * words * 4
+        for w in range(0, some * 4, COUNT * 4):
+            store(to + w, load(at + w))
+        for w in range(some, words):
+            differences[i, w] = records[place, w]
     return place
 
 
@@ -55,13 +66,50 @@ def _begin(records, places, i, marks, differences):
 def _end(records, place, i, differences):
     """What comes behind it."""
     if differences.shape[0]:
-        source, target = records[place], differences[i]
-        for w in range(records.shape[1]):
-            target[w] ^= source[w]
+        words = records.shape[1]
+        some = words // COUNT * COUNT
+        at, to = records.ctypes.data + place * words * 4, differences.ctypes.data + i * words * 4
+        for w in range(0, some * 4, COUNT * 4):
+            store(to + w, _xor(load(at + w), load(to + w)))
+        for w in range(some, words):
+            differences[i, w] ^= records[place, w]
 
 
-# Each field of a record is a slice of its own: indexes like ``dim + d`` would hide from LLVM that the loop
-# over the columns can be done in vectors.
+@intrinsic
+def _xor(typing_context, a, b):
+    """Of the bits of two lanes of floats."""
+
+    def generate(context, builder, sig, arguments):
+        kind = arguments[0].type
+        bits = [builder.bitcast(value, ir.VectorType(ir.IntType(32), COUNT)) for value in arguments]
+        return builder.bitcast(builder.xor(*bits), kind)
+
+    return a(a, b), generate
+
+
+@intrinsic
+def _root(typing_context, value):
+    """The square root of a float32, or of lanes."""
+
+    def generate(context, builder, sig, arguments):
+        vector = sig.args[0] is not types.float32
+        kind = arguments[0].type
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(kind, [kind]), "llvm.sqrt.v8f32" if vector else "llvm.sqrt.f32"
+        )
+        return builder.call(function, arguments)
+
+    return value(value), generate
+
+
+# Each optimizer is a formula, which is for one float32 or for eight side by side, and a loop that applies it:
+# eight columns at a time, then the few that are left. LLVM would find the eight by itself only in long rows,
+# and slices of rows would be counted as references.
+
+
+@_inlined
+def _sgd(w, g, lr):
+    return w - lr * g
 
 
 @_compiled
@@ -69,12 +117,21 @@ def update_sgd(records, places, gradients, lr, marks, differences):
     """w -= lr g"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, differences)
-        weight, gradient = floats[place, :dim], gradients[i]
-        for d in range(dim):
-            weight[d] -= lr * gradient[d]
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            store(at + d, _sgd(load(at + d), load(of + d), splat(lr)))
+        for d in range(some, dim):
+            floats[place, d] = _sgd(floats[place, d], gradients[i, d], lr)
         _end(records, place, i, differences)
+
+
+@_inlined
+def _momentum(w, b, g, lr, momentum):
+    moved = b * momentum + g
+    return w - lr * moved, moved
 
 
 @_compiled
@@ -82,14 +139,26 @@ def update_momentum(records, places, gradients, lr, momentum, marks, differences
     """b = momentum b + g; w -= lr b"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, differences)
-        weight, buffer, gradient = floats[place, :dim], floats[place, dim : 2 * dim], gradients[i]
-        for d in range(dim):
-            moved = buffer[d] * momentum + gradient[d]
-            buffer[d] = moved
-            weight[d] -= lr * moved
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            b = at + dim * 4 + d
+            weight, moved = _momentum(load(at + d), load(b), load(of + d), splat(lr), splat(momentum))
+            store(at + d, weight)
+            store(b, moved)
+        for d in range(some, dim):
+            weight, moved = _momentum(floats[place, d], floats[place, dim + d], gradients[i, d], lr, momentum)
+            floats[place, d] = weight
+            floats[place, dim + d] = moved
         _end(records, place, i, differences)
+
+
+@_inlined
+def _adagrad(w, s, g, lr, eps):
+    total = s + g * g
+    return w - lr * (g / (_root(total) + eps)), total
 
 
 @_compiled
@@ -97,14 +166,19 @@ def update_adagrad(records, places, gradients, lr, eps, marks, differences):
     """s += g²; w -= lr g / (sqrt(s) + eps)"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, differences)
-        weight, sums, gradient = floats[place, :dim], floats[place, dim : 2 * dim], gradients[i]
-        for d in range(dim):
-            g = gradient[d]
-            total = sums[d] + g * g
-            sums[d] = total
-            weight[d] -= lr * (g / (np.sqrt(total) + eps))
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            s = at + dim * 4 + d
+            weights, totals = _adagrad(load(at + d), load(s), load(of + d), splat(lr), splat(eps))
+            store(at + d, weights)
+            store(s, totals)
+        for d in range(some, dim):
+            weight, total = _adagrad(floats[place, d], floats[place, dim + d], gradients[i, d], lr, eps)
+            floats[place, d] = weight
+            floats[place, dim + d] = total
         _end(records, place, i, differences)
 
 
@@ -132,19 +206,27 @@ def _square_sum(gradients, i):
     return total
 
 
+@_inlined
+def _scaled(w, g, divisor, lr):
+    return w - lr * (g / divisor)
+
+
 @_compiled
 def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, differences):
     """s += mean of g²; w -= lr g / (sqrt(s) + eps)"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, differences)
         total = floats[place, dim] + _square_sum(gradients, i) / np.float32(dim)
         floats[place, dim] = total
         divisor = np.sqrt(total) + eps
-        weight, gradient = floats[place, :dim], gradients[i]
-        for d in range(dim):
-            weight[d] -= lr * (gradient[d] / divisor)
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            store(at + d, _scaled(load(at + d), load(of + d), splat(divisor), splat(lr)))
+        for d in range(some, dim):
+            floats[place, d] = _scaled(floats[place, d], gradients[i, d], divisor, lr)
         _end(records, place, i, differences)
 
 
@@ -160,6 +242,13 @@ def _power(base, exponent):
     return result
 
 
+@_inlined
+def _adam(w, m, v, g, part1, part2, size, eps):
+    m = m + (g - m) * part1
+    v = v + (g * g - v) * part2
+    return w - size * (m / (_root(v) + eps)), m, v
+
+
 @_compiled
 def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, differences):
     """m += (1 - beta1)(g - m); v += (1 - beta2)(g² - v); w -= size m / (sqrt(v) + eps)
@@ -169,21 +258,43 @@ def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, differ
     """
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     part1, part2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, differences)
         step = np.int64(records[place, 3 * dim]) + 1
         records[place, 3 * dim] = np.uint32(step)
         size = np.float32(lr * np.sqrt(1.0 - _power(beta2, step)) / (1.0 - _power(beta1, step)))
-        weight, gradient = floats[place, :dim], gradients[i]
-        means, squares = floats[place, dim : 2 * dim], floats[place, 2 * dim : 3 * dim]
-        for d in range(dim):
-            g, m, v = gradient[d], means[d], squares[d]
-            m += (g - m) * part1
-            v += (g * g - v) * part2
-            means[d] = m
-            squares[d] = v
-            weight[d] -= size * (m / (np.sqrt(v) + eps))
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            m, v = at + dim * 4 + d, at + dim * 8 + d
+            weights, means, squares = _adam(
+                load(at + d),
+                load(m),
+                load(v),
+                load(of + d),
+                splat(part1),
+                splat(part2),
+                splat(size),
+                splat(eps),
+            )
+            store(at + d, weights)
+            store(m, means)
+            store(v, squares)
+        for d in range(some, dim):
+            weight, mean, square = _adam(
+                floats[place, d],
+                floats[place, dim + d],
+                floats[place, 2 * dim + d],
+                gradients[i, d],
+                part1,
+                part2,
+                size,
+                eps,
+            )
+            floats[place, d] = weight
+            floats[place, dim + d] = mean
+            floats[place, 2 * dim + d] = square
         _end(records, place, i, differences)
 
 
@@ -204,7 +315,7 @@ def check_places(places, server, servers, k, r, rows, seen):
         if not 0 <= place < records:
             wrong, at = BEYOND, i
             break
-        if place >= certain and row_of(place, server, servers, k, r) >= rows:
+        if place >= certain and _row_of(place, server, servers, k, r) >= rows:
             wrong, at = UNUSED, i
             break
         if once:
@@ -221,7 +332,7 @@ def check_places(places, server, servers, k, r, rows, seen):
 
 
 @_inlined
-def row_of(place, server, servers, k, r):
+def _row_of(place, server, servers, k, r):
     """``Placement.row`` of one record."""
     member = place % k
     return (place // k * servers + (server - r - member) % servers) * k + member
@@ -231,13 +342,17 @@ def row_of(place, server, servers, k, r):
 def gather_weights(records, places, out):
     """Copy the first words of each record to ``out``, float32 [places, dim]."""
     floats = records.view(np.float32)
-    row_bytes, asked = records.shape[1] * 4, out.shape[1] * 4
+    dim = out.shape[1]
+    row_bytes, some = records.shape[1] * 4, dim // COUNT * COUNT
     for i in range(places.shape[0]):
         if i + _AHEAD < places.shape[0]:
-            _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * row_bytes, asked)
-        weight, target = floats[np.int64(places[i]), : out.shape[1]], out[i]
-        for d in range(out.shape[1]):
-            target[d] = weight[d]
+            _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * row_bytes, dim * 4)
+        place = np.int64(places[i])
+        at, to = records.ctypes.data + place * row_bytes, out.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            store(to + d, load(at + d))
+        for d in range(some, dim):
+            out[i, d] = floats[place, d]
 
 
 @_compiled
@@ -250,7 +365,7 @@ def fill_uniform(records, dim, server, servers, k, r, firsts, keys, scales):
     floats = records.view(np.float32)
     golden = np.uint64(_GOLDEN)
     for place in range(records.shape[0]):
-        row = row_of(place, server, servers, k, r)
+        row = _row_of(place, server, servers, k, r)
         if row >= firsts[-1]:
             continue
         table = np.searchsorted(firsts, row, "right") - 1

@@ -1,0 +1,85 @@
+"""Every row lies in one place, and no server has two records of a stripe (hole 5)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.coding.placement import Placement
+from holdfast.errors import ConfigError
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    k, r = draw(st.integers(1, 6)), draw(st.integers(0, 3))
+    least = k + r if r else 1
+    return Placement(draw(st.integers(least, least + 7)), k, r)
+
+
+@settings(deadline=None)
+@given(placements(), st.integers(0, 300))
+def test_rows_and_records_are_inverse_to_each_other(placement: Placement, rows: int) -> None:
+    ids = np.arange(rows, dtype=np.int64)
+    owners, places = placement.owner(ids), placement.place(ids)
+    records = placement.records(rows)
+    assert ((owners >= 0) & (owners < placement.servers)).all()
+    assert ((places >= 0) & (places < records)).all()
+    found: list[int] = []
+    for server in range(placement.servers):
+        there = placement.row(server, np.arange(records, dtype=np.int64))
+        assert len(set(there)) == records
+        real = there < rows
+        found.extend(there[real])
+        assert (placement.owner(there[real]) == server).all()
+        assert (placement.place(there[real]) == np.flatnonzero(real)).all()
+    assert sorted(found) == list(range(rows))
+
+
+@settings(deadline=None)
+@given(placements(), st.integers(0, 300))
+def test_a_stripe_has_its_records_on_different_servers(placement: Placement, rows: int) -> None:
+    k, r = placement.k, placement.r
+    for stripe in range(placement.stripes(rows)):
+        members = np.arange(stripe * k, (stripe + 1) * k)  # those beyond the last row count as zero bits
+        parities = [int(placement.parity_owner(np.array([stripe]), t)[0]) for t in range(r)]
+        if r:
+            assert len({*placement.owner(members), *parities}) == k + r
+    assert placement.stripes(rows) * k >= rows > (placement.stripes(rows) - 1) * k
+
+
+@settings(deadline=None)
+@given(placements(), st.integers(0, 300))
+def test_parities_have_places_of_their_own_without_gaps(placement: Placement, rows: int) -> None:
+    stripes = np.arange(placement.stripes(rows), dtype=np.int64)
+    taken = [
+        (int(server), int(place))
+        for t in range(placement.r)
+        for server, place in zip(
+            placement.parity_owner(stripes, t), placement.parity_place(stripes, t), strict=True
+        )
+    ]
+    assert len(set(taken)) == len(stripes) * placement.r
+    room = placement.records(rows) // placement.k * placement.r
+    assert all(0 <= place < room for _, place in taken)
+
+
+@settings(deadline=None)
+@given(placements(), st.integers(0, 300))
+def test_servers_hold_nearly_equally_many_rows(placement: Placement, rows: int) -> None:
+    counts = np.bincount(placement.owner(np.arange(rows)), minlength=placement.servers)
+    assert counts.max() - counts.min() <= placement.k
+
+
+def test_without_protection_rows_go_round() -> None:
+    ids = np.arange(7)
+    assert list(Placement(3).owner(ids)) == [0, 1, 2, 0, 1, 2, 0]
+    assert list(Placement(3).place(ids)) == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_too_few_servers_for_a_stripe_are_refused() -> None:
+    with pytest.raises(ConfigError, match="use 5 servers or more"):
+        Placement(4, k=4, r=1)
+    with pytest.raises(ConfigError):
+        Placement(0)
