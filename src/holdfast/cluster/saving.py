@@ -317,7 +317,7 @@ def _own_rows(shard: GroupShard) -> NDArray[np.int64]:
 
 
 def _bytes(words: NDArray[np.uint32]) -> Bytes2D:
-    return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
+    return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), 4 * words.shape[1])
 
 
 def _text(error: BaseException) -> str:
