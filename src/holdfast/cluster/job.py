@@ -74,6 +74,10 @@ class JobResult:
     """Whether it ended before its time."""
     signal: int | None = None
     """The signal that ended it then."""
+    versions: tuple[int, ...] = ()
+    """Checkpoints that were saved."""
+    save_errors: tuple[str, ...] = ()
+    """Why others could not be: the job went on without them."""
 
     @property
     def auc(self) -> float:
@@ -253,7 +257,7 @@ class Runner:
         stop_requested: Callable[[], bool],
         hold_requested: Callable[[], bool],
     ) -> JobResult:
-        clock = _Clock()
+        clock = _Clock(self.plan.resume.samples if self.plan.resume else 0)
         kills = list(self.kills)
         seen: Status | None = None
         finished_at = None
@@ -319,6 +323,8 @@ class Runner:
             records=records,
             folder=self.folder,
             interrupted=interrupted,
+            versions=status.versions,
+            save_errors=status.save_errors,
         )
 
     def _error(self, status: Status) -> JobFailed:
@@ -346,14 +352,15 @@ class Runner:
 
 
 class _Clock:
-    """The time between the first sign of training and the last."""
+    """The time between the first sign of training and the last; before it there were so many samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int) -> None:
+        self._before = before
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
 
     def note(self, status: Status) -> None:
-        if status.samples and (self._last is None or status.samples != self._last[1]):
+        if status.samples > self._before and (self._last is None or status.samples != self._last[1]):
             self._last = time.monotonic(), status.samples
             self._first = self._first or self._last
 
