@@ -89,7 +89,7 @@ class Launcher:
     """The machine that starts what views ask for and says what has ended."""
 
     def __init__(
-        self, engine: Engine, template: Assignment, faults: Mapping[int, tuple[str, ...]] | None = None
+        self, engine: Engine, template: Assignment, faults: Mapping[int, Sequence[str]] | None = None
     ) -> None:
         self.me = Peer("launcher")
         self.outbox: list[Envelope] = []
@@ -159,8 +159,9 @@ class Launcher:
             self._engine.signal(peer, signal.SIGKILL)
 
     def _assignment(self, peer: Peer) -> Assignment:
-        faults = self._faults.get(peer.slot, ()) if peer.role == "worker" and peer.incarnation == 1 else ()
-        return msgspec.structs.replace(self._template, me=peer, faults=faults)
+        planned = self._faults.get(peer.slot, ()) if peer.role == "worker" else ()
+        mine = tuple(planned[peer.incarnation - 1 : peer.incarnation])
+        return msgspec.structs.replace(self._template, me=peer, faults=mine)
 
 
 @dataclass
@@ -175,7 +176,7 @@ class Runner:
         bind: the address that processes listen on.
         keys: the folder of keys, "" for none.
         kills: processes to kill on the way.
-        faults: for workers, by slot: where to end them by force (see ``faults``).
+        faults: for workers, by slot: where each incarnation is ended by force (see ``faults``).
     """
 
     plan: JobPlan
@@ -185,7 +186,7 @@ class Runner:
     bind: str = "tcp://127.0.0.1"
     keys: str = ""
     kills: Sequence[Kill] = ()
-    faults: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    faults: dict[int, Sequence[str]] = field(default_factory=dict)
     _happened: list[Happening] = field(default_factory=list, init=False)
     """What this process itself has seen happen."""
 
