@@ -1,5 +1,4 @@
-"""``bench job``: a job of servers and workers on one machine against the plain PyTorch loop, and what it
-costs.
+"""``bench job``: servers and workers on one machine against the plain PyTorch loop, and what they cost.
 
 Both sides take turns: while one runs, the other holds. A job's speed is that of all its workers together,
 over windows that begin and end with every worker between two batches, so that samples are counted exactly.
