@@ -116,6 +116,22 @@ def test_what_a_model_by_import_path_lacks_is_said_at_once(tmp_path: Path) -> No
     assert read_events(tmp_path / "r")[-1]["event"] == "run_failed"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bind": "tcp://192.168.0.1"}, "without keys anybody who can reach it could read"),
+        ({"bind": "192.168.0.1"}, "is no address"),
+        ({"keys": "nowhere"}, "nowhere/secret.key cannot be read"),
+    ],
+)
+def test_what_is_not_safe_is_refused_before_a_process_starts(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hf.Job(network(), reader(), run=tmp_path / "r", **arguments).run()
+    assert not (tmp_path / "r" / "logs").exists()
+
+
 def gone(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
