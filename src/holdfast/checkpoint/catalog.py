@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.bundles import Change
 from holdfast.checkpoint.chunk import checksum
-from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, Manifest, Version
+from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, FileEntry, Manifest, Version
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import Store
 from holdfast.errors import AlreadyExists
@@ -25,6 +25,22 @@ log = logging.getLogger("holdfast.checkpoint")
 
 # An object store cannot keep an open file for a restore that is under way: it gets this long.
 _REMOTE_DELETION_DELAY_SECONDS = 600.0
+
+
+class FileChange(Protocol):
+    """What changes in the files of a shard, as ``bundles.Change`` says it."""
+
+    @property
+    def added(self) -> tuple[FileEntry, ...]:
+        """New files."""
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Files of which nothing is needed any more."""
+
+    @property
+    def updated(self) -> tuple[FileEntry, ...]:
+        """What is to be said from now on of files that stay."""
 
 
 class Catalog:
@@ -104,7 +120,7 @@ class Catalog:
         return max(manifests.numbers(self.store), default=0) != self._last_number
 
     def commit_version(
-        self, version: Version, groups: Sequence[Group], strategy: str, changes: Iterable[Change]
+        self, version: Version, groups: Sequence[Group], strategy: str, changes: Iterable[FileChange]
     ) -> None:
         """Make a version exist, with the files of all shards' changes; older ones go by the policy."""
         added = [f for change in changes for f in change.added]
@@ -117,7 +133,7 @@ class Catalog:
         versions = self._retained([*self.manifest.versions, version])
         self._publish(eras, versions)
 
-    def commit_round(self, era_number: int, changes: Iterable[Change]) -> None:
+    def commit_round(self, era_number: int, changes: Iterable[FileChange]) -> None:
         """Replace files of an era by rearranged ones with the same rows."""
         changes = list(changes)
         removed = {name for change in changes for name in change.removed}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from holdfast.checkpoint.background import Throttle, computed_ahead
 from holdfast.checkpoint.quantize import (
     CODED_DTYPES,
     FloatCodec,
@@ -32,6 +33,8 @@ BLOCK_BYTES = 4 << 20
 RESTORES_THAT_BITS_BEAR = ((1, 2), (3, 3), (20, 4))
 """(restores, bits) at which the accuracy that is lost stays below 0.01 % (Check-N-Run, section 5.2.1)."""
 _SAMPLED_ROWS = 65_536
+# Blocks that are encoded while a file is written: as many as fill the next one.
+_BLOCKS_AHEAD = 16
 
 GridBits = Callable[[int, Field, int], int]
 """Of a group by number, one of its fields and its bits: the bits of scale and zero point."""
@@ -87,6 +90,14 @@ class Encoder:
         return cls(live, _stored_groups(live, policy, restores, grid_bits))
 
     @classmethod
+    def for_shards(cls, policy: Policy, restores: int, live: Sequence[Group]) -> Encoder:
+        """For shards that have to agree without seeing each other's rows.
+
+        Scale and zero point take 16 bits whatever the rows are, where one writer of all rows chooses by them.
+        """
+        return cls(live, _stored_groups(live, policy, restores, lambda number, field, bits: 16))
+
+    @classmethod
     def of_era(
         cls, policy: Policy, restores: int, era: Sequence[Group], live: Sequence[Group]
     ) -> Encoder | None:
@@ -105,6 +116,19 @@ class Encoder:
     def is_coded(self) -> bool:
         """Whether anything is stored otherwise than it is in memory."""
         return any(group.is_coded for group in self.stored)
+
+    def blocks_ahead(self, rows: Sequence[Rows], share: float) -> Iterator[tuple[int, Rows]]:
+        """What ``blocks`` gives, encoded by a thread of its own if there is something to encode.
+
+        ``share`` is how much of a processor's time encoding and writing may take.
+        """
+        blocks = self.blocks(rows)
+        if not self.is_coded:
+            return blocks
+        if share == 1:
+            return computed_ahead(blocks, _BLOCKS_AHEAD)
+        throttle = Throttle(share)  # of two threads: one encodes, one writes
+        return throttle.after_each(computed_ahead(throttle.after_each(blocks), _BLOCKS_AHEAD))
 
     def blocks(self, snapshot: Sequence[Rows]) -> Iterator[tuple[int, Rows]]:
         """(Number of the stored group, rows), block by block, of the rows of each live group."""

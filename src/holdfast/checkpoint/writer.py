@@ -14,13 +14,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.background import Background, Throttle, computed_ahead
+from holdfast.checkpoint.background import Background
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.encoding import Choice, Encoder, choose_bits
@@ -29,21 +29,13 @@ from holdfast.checkpoint.manifest import DenseEntry, Era, Version
 from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
-from holdfast.checkpoint.strategies.baselines import (
-    Speeds,
-    early_baseline_is_due,
-    intermittent_baseline_is_due,
-    reset_is_due,
-)
+from holdfast.checkpoint.strategies.baselines import Baselines
 from holdfast.checkpoint.tracker import RowSet, Tracker
 from holdfast.errors import CheckpointError, HoldfastError, SaveFailed, StoreError
 from holdfast.events import EventLog
-from holdfast.options import AutoBits, Chunked, Differential, Full, Policy
+from holdfast.options import AutoBits, Differential, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
-
-# Blocks that are encoded while a file is written: as many as fill the next one.
-_BLOCKS_AHEAD = 16
 
 CaptureDense = Callable[[], Callable[[], Sequence[Any]]]
 Look = Callable[[], tuple[LiveTables, Sequence[str]]]
@@ -116,10 +108,8 @@ class Writer:
         self._said: Choice | None = None
         self._era = 0
         self._since_baseline: list[RowSet] = []
-        self._sizes_since_baseline: list[float] = []  # with what was rewritten after each
-        self._last_increment = 0
+        self._baselines = Baselines(policy)
         self._arena: list[list[Bytes2D]] = []
-        self._speed = Speeds()
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
         self._under_way: _Outcome | None = None
@@ -173,14 +163,11 @@ class Writer:
         self._shard.resume(self.store, era)
         self._era = era.number
         self._since_baseline = [RowSet(g.rows) for g in self._groups]
-        full = sum(f.bytes for f in era.files if f.kind == "baseline")
-        self._sizes_since_baseline = []
+        self._baselines.resume(self.catalog.manifest, era)
         if isinstance(self.strategy, Differential):
             for group, ids in self._shard.rows_of(self.store, era, version.version):
                 if group < len(self._groups):  # not of those that are kept raw: they are there as well
                     self._since_baseline[group].add(ids)
-            siblings = [v for v in self.catalog.manifest.versions if v.era == era.number and not v.baseline]
-            self._sizes_since_baseline = [v.bytes / max(full, 1) for v in siblings]
 
     def skips(self, step: int) -> bool:
         """Whether a save of this step is left out, as the policy says, because another is under way."""
@@ -267,33 +254,9 @@ class Writer:
             self._saved.wait()
 
     def _baseline_is_due(self) -> bool:
-        strategy = self.strategy
-        if not self._shard.base or isinstance(strategy, Full):
+        if not self._shard.base:
             return True
-        if isinstance(strategy, Differential):
-            return strategy.baseline == "intermittent" and (
-                intermittent_baseline_is_due(self._sizes_since_baseline)
-                or self._early_baseline_is_due(strategy.extra_writes)
-            )
-        if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes_since_baseline:
-            if strategy.layout == "rounds" and self._early_baseline_is_due(strategy.extra_writes):
-                return True
-            full = self._full_bytes()
-            return reset_is_due(
-                full_bytes=full,
-                increment_bytes=self._last_increment,
-                beyond_bytes=self._shard.live_bytes(),
-                write_speed=self._speed.write,
-                read_speed=self._speed.read,
-            )
-        return False
-
-    def _early_baseline_is_due(self, extra_writes: float) -> bool:
-        return (
-            extra_writes > 0
-            and self.policy.keeps_few
-            and early_baseline_is_due(self._sizes_since_baseline, extra_writes)
-        )
+        return self._baselines.due(self._full_bytes(), self._shard.live_bytes())
 
     def _snapshot(
         self, capture_dense: CaptureDense, look: Look | None
@@ -367,7 +330,12 @@ class Writer:
             if baseline:
                 encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
                 shard = Shard(0, encoder.stored, self.strategy)
-            change = shard.write(self.store, number, self._blocks(encoder, rows), baseline=baseline)
+            change = shard.write(
+                self.store,
+                number,
+                encoder.blocks_ahead(rows, self.policy.background_share),
+                baseline=baseline,
+            )
             dense = self._store_dense(number, dense_parts())
             version = Version(
                 version=number, era=number if baseline else self._era, step=step, time=time.time(),
@@ -387,7 +355,7 @@ class Writer:
         if baseline:
             self._shard, self._encoder = shard, encoder
             self._say_bits()
-        self._note_size(change.bytes, seconds, baseline=baseline)
+        self._baselines.note(change.bytes, self._full_bytes(), seconds, baseline=baseline)
         self._apply(change)
         del rows, change
         self._saved.set()
@@ -399,16 +367,6 @@ class Writer:
             self._tidy_error = error
             log.warning("rearranging files of %s failed: %s", self.store.url, _text(error))
             self._emit("checkpoint_tidy_failed", version=number, error=_text(error))
-
-    def _blocks(self, encoder: Encoder, rows: list[Rows]) -> Iterator[tuple[int, Rows]]:
-        """Rows as they are stored; quantized ones with the rests that the policy asks for."""
-        blocks, share = encoder.blocks(rows), self.policy.background_share
-        if not encoder.is_coded:
-            return blocks
-        if share == 1:
-            return computed_ahead(blocks, _BLOCKS_AHEAD)
-        throttle = Throttle(share)  # of two threads: one encodes, one writes
-        return throttle.after_each(computed_ahead(throttle.after_each(blocks), _BLOCKS_AHEAD))
 
     def _clear_away(self) -> None:
         """Delete what a failed save has written: on a full disk the next one needs the space."""
@@ -443,12 +401,6 @@ class Writer:
                 self._said = choice
                 return
 
-    def _note_size(self, bytes_: int, seconds: float, *, baseline: bool) -> None:
-        full = self._full_bytes()
-        self._sizes_since_baseline = [] if baseline else [*self._sizes_since_baseline, bytes_ / max(full, 1)]
-        self._last_increment = bytes_
-        self._speed.wrote(bytes_, seconds)
-
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
         started, cpu = time.perf_counter(), time.thread_time()
         kept = [v.version for v in self.catalog.manifest.versions]
@@ -457,9 +409,7 @@ class Writer:
             self.catalog.commit_round(self._era, [tidied])
             self._apply(tidied)
             self.catalog.free_replaced()
-            # A new list: the trainer may be looking at the old one.
-            *others, last = self._sizes_since_baseline
-            self._sizes_since_baseline = [*others, last + tidied.bytes / max(self._full_bytes(), 1)]
+            self._baselines.note_tidied(tidied.bytes, self._full_bytes())
         values = asdict(report) | {
             "tidied_bytes": tidied.bytes if tidied else 0,
             "tidy_seconds": time.perf_counter() - started if tidied else 0.0,

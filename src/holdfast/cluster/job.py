@@ -74,6 +74,10 @@ class JobResult:
     """Whether it ended before its time."""
     signal: int | None = None
     """The signal that ended it then."""
+    versions: tuple[int, ...] = ()
+    """Checkpoints that were saved."""
+    save_errors: tuple[str, ...] = ()
+    """Why others could not be: the job went on without them."""
 
     @property
     def auc(self) -> float:
@@ -85,7 +89,7 @@ class Launcher:
     """The machine that starts what views ask for and says what has ended."""
 
     def __init__(
-        self, engine: Engine, template: Assignment, faults: Mapping[int, tuple[str, ...]] | None = None
+        self, engine: Engine, template: Assignment, faults: Mapping[int, Sequence[str]] | None = None
     ) -> None:
         self.me = Peer("launcher")
         self.outbox: list[Envelope] = []
@@ -155,8 +159,9 @@ class Launcher:
             self._engine.signal(peer, signal.SIGKILL)
 
     def _assignment(self, peer: Peer) -> Assignment:
-        faults = self._faults.get(peer.slot, ()) if peer.role == "worker" and peer.incarnation == 1 else ()
-        return msgspec.structs.replace(self._template, me=peer, faults=faults)
+        planned = self._faults.get(peer.slot, ()) if peer.role == "worker" else ()
+        mine = tuple(planned[peer.incarnation - 1 : peer.incarnation])
+        return msgspec.structs.replace(self._template, me=peer, faults=mine)
 
 
 @dataclass
@@ -171,7 +176,7 @@ class Runner:
         bind: the address that processes listen on.
         keys: the folder of keys, "" for none.
         kills: processes to kill on the way.
-        faults: for workers, by slot: where to end them by force (see ``faults``).
+        faults: for workers, by slot: where each incarnation is ended by force (see ``faults``).
     """
 
     plan: JobPlan
@@ -181,7 +186,7 @@ class Runner:
     bind: str = "tcp://127.0.0.1"
     keys: str = ""
     kills: Sequence[Kill] = ()
-    faults: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    faults: dict[int, Sequence[str]] = field(default_factory=dict)
     _happened: list[Happening] = field(default_factory=list, init=False)
     """What this process itself has seen happen."""
 
@@ -253,7 +258,7 @@ class Runner:
         stop_requested: Callable[[], bool],
         hold_requested: Callable[[], bool],
     ) -> JobResult:
-        clock = _Clock()
+        clock = _Clock(self.plan.resume.samples if self.plan.resume else 0)
         kills = list(self.kills)
         seen: Status | None = None
         finished_at = None
@@ -319,6 +324,8 @@ class Runner:
             records=records,
             folder=self.folder,
             interrupted=interrupted,
+            versions=status.versions,
+            save_errors=status.save_errors,
         )
 
     def _error(self, status: Status) -> JobFailed:
@@ -346,14 +353,15 @@ class Runner:
 
 
 class _Clock:
-    """The time between the first sign of training and the last."""
+    """The time between the first sign of training and the last; before it there were so many samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int) -> None:
+        self._before = before
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
 
     def note(self, status: Status) -> None:
-        if status.samples and (self._last is None or status.samples != self._last[1]):
+        if status.samples > self._before and (self._last is None or status.samples != self._last[1]):
             self._last = time.monotonic(), status.samples
             self._first = self._first or self._last
 

@@ -13,6 +13,7 @@ before anybody hears of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -27,13 +28,14 @@ from holdfast.cluster.messages import (
     Peer,
     Position,
     Role,
+    Saved,
     ServerInView,
     View,
     ViewNumber,
     WorkerInView,
 )
 from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.transport.base import Envelope, Frame
 
 
 class Durable(Struct, frozen=True, kw_only=True):
@@ -94,6 +96,22 @@ class Cut:
     view: ViewNumber
     positions: tuple[Position, ...] = ()
     """The last batch of each worker that is in it; empty while workers are still finishing theirs."""
+    steps: int = 0
+    """Batches that are in it, and their samples."""
+    samples: int = 0
+
+
+class Keeper(Protocol):
+    """Decides when the job is saved, and makes what servers have copied a version."""
+
+    def receive(self, slot: int, message: Saved, frames: Sequence[Frame]) -> None:
+        """What a server has saved."""
+
+    def advance(self, supervisor: Supervisor, now: float) -> None:
+        """Do whatever what is known allows; called after every message and tick."""
+
+    def may_stop(self, supervisor: Supervisor, now: float) -> bool:
+        """Whether everything is saved; asked again and again at the end of the job."""
 
 
 @dataclass
@@ -113,9 +131,17 @@ class Supervisor:
         storage: where epochs are kept.
         now: the time.
         test_every: batches between tests; 0: only at the end.
+        keeper: who saves the job; None if nobody does.
     """
 
-    def __init__(self, plan: JobPlan, storage: Storage, now: float, test_every: int = 0) -> None:
+    def __init__(
+        self,
+        plan: JobPlan,
+        storage: Storage,
+        now: float,
+        test_every: int = 0,
+        keeper: Keeper | None = None,
+    ) -> None:
         self.me = Peer("supervisor")
         self.plan = plan
         self.outbox: list[Envelope] = []
@@ -128,10 +154,12 @@ class Supervisor:
         self.finished = False
         self._storage = storage
         self._test_every = test_every
+        self._keeper = keeper
+        self._before = plan.resume.steps if plan.resume else 0
         self._hold = False
         self._ticked = now
         self._test = 0
-        self._tested_at = 0
+        self._tested_at = self._before
         known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
         self._durable = replace(known, epoch=known.epoch + 1)
         storage.save(self._durable)  # before anybody hears of this epoch
@@ -145,10 +173,17 @@ class Supervisor:
         )
         for worker in self.workers:
             worker.since_view = self.view.number
+        self._first = self.view.number
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
         beat, source = envelope.message, envelope.source
+        if isinstance(beat, Saved):
+            member = self._member(source)
+            if self._keeper is not None and member is not None and member.peer == source:
+                self._keeper.receive(source.slot, beat, envelope.frames)
+                self.advance(now)
+            return
         if not isinstance(beat, Beat):
             return
         if source.role == "launcher":
@@ -184,12 +219,36 @@ class Supervisor:
                 self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
         self.advance(now)
 
-    def request_cut(self, version: int) -> None:
-        """Make a consistent cut of all rows for this version: workers hold, servers copy, workers go on."""
+    def request_cut(self, version: int, *, baseline: bool = True) -> None:
+        """Make a consistent cut of all rows for this version: workers hold, servers copy, workers go on.
+
+        ``version`` must be beyond all that any server has heard of; ask ``may_cut`` before.
+        """
         assert self.cut is None
         if self.view.phase == "running":
-            self._change(phase="holding")
+            self._change(phase="holding", baseline=baseline)
             self.cut = Cut(version, self.view.number)
+        elif self.view.phase == "ending":  # they finish their batch anyway, and do not go on
+            self._change(baseline=baseline)
+            self.cut = Cut(version, self.view.number)
+
+    def may_cut(self) -> bool:
+        """Whether a cut can be asked for, and servers' beats say which was the last they heard of.
+
+        A beat that was sent before this supervisor came to be may be older than a cut that the one before it
+        asked for: the same number would then stand for two instants.
+        """
+        going = self.view.phase in ("running", "ending") and self.cut is None
+        return going and all(s.follows(self._first) for s in self.servers)
+
+    def announce(self, **changes: int) -> None:
+        """Tell everybody what has become of a version: "committed" or "tidied"."""
+        if self.view.phase != "stopping":
+            self._change(**changes)
+
+    def send(self, server: int, message: Message) -> None:
+        """Send something to a server."""
+        self._send(self.servers[server].peer, message)
 
     def request_stop(self) -> None:
         """End the job before its time: workers finish their batch, a test is made, everything stops."""
@@ -198,19 +257,20 @@ class Supervisor:
             self._change(phase="ending")
 
     def steps(self) -> int:
-        """Batches that count so far, of all workers together."""
-        return sum(self._sequence(worker) for worker in self.workers)
+        """Batches that count so far, of all workers together and of the runs that this one goes on from."""
+        return self._before + sum(self._sequence(worker) for worker in self.workers)
 
     def samples(self) -> int:
         """Samples of those batches."""
         marks = [s.beat.marks for s in self.servers if s.beat is not None]
-        return sum(min((m[w.slot].samples for m in marks), default=0) for w in self.workers)
+        before = self.plan.resume.samples if self.plan.resume else 0
+        return before + sum(min((m[w.slot].samples for m in marks), default=0) for w in self.workers)
 
     def advance(self, now: float) -> None:
         """Do whatever what is known allows."""
         if self.view.phase == "stopping":
             return
-        if self.view.phase == "starting" and all(m.beat is not None for m in self.servers):
+        if self.view.phase == "starting" and all(_is_ready(m) for m in self.servers):
             servers = tuple(
                 ServerInView(m.slot, m.incarnation, m.beat.endpoint if m.beat else "") for m in self.servers
             )
@@ -220,7 +280,9 @@ class Supervisor:
         self._advance_cut()
         if self.cut is None and self.view.phase == ("running" if self._hold else "holding"):
             self._change(phase="holding" if self._hold else "running")
-        self._advance_tests()
+        if self._keeper is not None:
+            self._keeper.advance(self, now)
+        self._advance_tests(now)
 
     def _bring_in(self, worker: _WorkerMember) -> None:
         """Take a new incarnation of a worker one step further, if all servers are ready for it."""
@@ -249,9 +311,12 @@ class Supervisor:
                 cut.positions = tuple(w.beat.batch for w in self.workers if w.beat is not None)
                 self._change(cut=cut.version)
         elif all(s.beat is not None and s.beat.cut >= cut.version for s in self.servers):
+            # Nobody has gone on yet, so these beats say what is in the cut.
+            cut.steps, cut.samples = self.steps(), self.samples()
             self.cut = None
             self.cuts_made.append(cut)
-            self._change(phase="running")
+            if self.view.phase == "holding":
+                self._change(phase="running")
 
     def _holds(self, worker: _WorkerMember, since: ViewNumber) -> bool:
         beat = worker.beat
@@ -262,7 +327,7 @@ class Supervisor:
             and beat.state in ("held", "done")
         )
 
-    def _advance_tests(self) -> None:
+    def _advance_tests(self, now: float) -> None:
         tester = self.workers[0]
         tested = tester.beat.tested if tester.beat is not None else None
         if tested is not None and self._last_test() < tested.number <= self._test:
@@ -275,11 +340,11 @@ class Supervisor:
         )
         steps = self.steps()
         if done and not waiting and self.cut is None:
-            if self._test and self._tested_at == steps:
+            if not (self._test and self._tested_at == steps):
+                self._start_test(steps)
+            elif self._keeper is None or self._keeper.may_stop(self, now):
                 self.finished = True
                 self._change(phase="stopping")
-            else:
-                self._start_test(steps)
         elif not waiting and self._test_every and steps - self._tested_at >= self._test_every:
             self._start_test(steps)
 
@@ -367,6 +432,10 @@ class Supervisor:
     def _say(self, event: str, member: Member, **figures: Any) -> None:
         figures = {"slot": member.slot, "incarnation": member.incarnation, **figures}
         self.events.append((event, figures))
+
+
+def _is_ready(server: Member) -> bool:
+    return server.beat is not None and server.beat.state != "restoring"
 
 
 def _with(workers: tuple[WorkerInView, ...], changed: WorkerInView) -> tuple[WorkerInView, ...]:

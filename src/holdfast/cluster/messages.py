@@ -4,7 +4,8 @@ Data goes between workers and servers: ``Pull`` → ``Rows``; ``Push`` (→ ``Pu
 ``Pushed``. Control is two messages, and both say how things *are*, not what to do, so that one that is
 lost, repeated or late does no harm: a node's ``Beat`` tells the supervisor where it stands, the
 supervisor's ``View`` tells a node how the job is to be. A node whose beat shows an old view gets the new
-one again.
+one again. Only what a server has saved is asked for (``Collect`` → ``Saved``), again and again until it is
+there.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class Exit(Struct, frozen=True, array_like=True):
 class Beat(Struct, frozen=True, array_like=True, tag="beat"):
     """Node → supervisor, every so often and at every change: where it stands."""
 
-    state: Literal["ready", "working", "held", "done", "failed"]
+    state: Literal["restoring", "ready", "working", "held", "done", "failed"]
     view: ViewNumber
     """The newest that it has seen."""
     endpoint: str = ""
@@ -194,7 +195,7 @@ class Beat(Struct, frozen=True, array_like=True, tag="beat"):
     cut: int = 0
     """Servers: the newest version of which the rows are copied."""
     saved: int = 0
-    """Servers: the newest version of which the files are durable."""
+    """Servers: the newest version of which the files are durable, or could not be written."""
     tested: Evaluation | None = None
     exited: tuple[Exit, ...] = ()
     """Launcher: the processes that have ended."""
@@ -240,6 +241,36 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     workers: tuple[WorkerInView, ...] = ()
     cut: int = 0
     """The version that servers are to copy; a new one is set only while all workers hold."""
+    baseline: bool = False
+    """Whether that version is to hold all rows."""
+    committed: int = 0
+    """The newest version that exists: what was marked as changed for it need not be saved again."""
+    tidied: int = 0
+    """The newest version behind which files that were rearranged have taken the place of others."""
+
+
+class Collect(Struct, frozen=True, array_like=True, tag="collect"):
+    """Supervisor → server: what must the manifest say of your files? Sent again until it is answered.
+
+    ``tidy`` asks for what comes after a version: it exists, now rearrange files and say which.
+    """
+
+    version: int
+    tidy: bool = False
+
+
+class Saved(Struct, frozen=True, array_like=True, tag="saved"):
+    """The answer. Frames, where the network's rows do not go to files: this server's, as they were copied."""
+
+    version: int
+    tidy: bool
+    change: bytes
+    """JSON of what changes in the store (see ``saving.FileNote``)."""
+    error: str = ""
+    seconds: float = 0.0
+    """That writing took."""
+    live_bytes: int = 0
+    """That a restore reads of this server's files, beyond the full version."""
 
 
 class NodeStatus(Struct, frozen=True, array_like=True):
@@ -270,7 +301,9 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     nodes: tuple[NodeStatus, ...]
     tests: tuple[Evaluation, ...] = ()
     versions: tuple[int, ...] = ()
-    """Checkpoints that were saved."""
+    """Checkpoints that this job has saved."""
+    save_errors: tuple[str, ...] = ()
+    """Why others could not be."""
     replaced: int = 0
     """Workers that died and were replaced."""
     finished: bool = False
@@ -280,7 +313,7 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     """The last few events, so that one report may be lost."""
 
 
-Message = Pull | Rows | Install | Push | Commit | Pushed | Refused | Beat | View | Status
+Message = Pull | Rows | Install | Push | Commit | Pushed | Refused | Beat | View | Collect | Saved | Status
 
 
 class Header(Struct, frozen=True, array_like=True):

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from holdfast.cluster.plan import NetworkPart
 from holdfast.data.reader import Batch
 from holdfast.errors import ConfigError
 from holdfast.models.recommender import loss_function
@@ -30,15 +30,6 @@ Floats = NDArray[np.float32]
 
 NETWORK_ROW_WORDS = 256
 """Parameters in a row of the network's group: 1 KB, so that rows spread evenly and headers cost little."""
-
-
-class NetworkPart(Struct, frozen=True):
-    """Where a parameter lies in the network's flat vector."""
-
-    name: str
-    """As the single-process model's ``state_dict`` calls it: "network.top.0.weight"."""
-    first: int
-    shape: tuple[int, ...]
 
 
 class Step(NamedTuple):

@@ -6,8 +6,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from holdfast.cluster.stream import Layout
 from holdfast.coding.placement import Placement
 from holdfast.tables.plan import GroupPlan
+from holdfast.training.saving import CheckpointConfig
 
 
 class Timing(Struct, frozen=True, kw_only=True):
@@ -23,6 +25,45 @@ class Timing(Struct, frozen=True, kw_only=True):
     """Before a message that was not answered is sent again; doubled each time."""
     stuck_seconds: float = 10.0
     """A worker that has waited so long for a server reports it."""
+
+
+class NetworkPart(Struct, frozen=True):
+    """Where a parameter lies in the network's flat vector."""
+
+    name: str
+    """As the single-process model's ``state_dict`` calls it: "network.top.0.weight"."""
+    first: int
+    shape: tuple[int, ...]
+
+
+class SavePlan(Struct, frozen=True, kw_only=True):
+    """How a job's state looks in a store."""
+
+    config: CheckpointConfig
+    table_optimizer: str = "optim"
+    """The object that the tables' optimizer state belongs to."""
+    parts: tuple[NetworkPart, ...] = ()
+    template: bytes = b""
+    """The dense part of a version with places for what training changes (see ``stored``). Without it, the
+    last group is stored like all others."""
+
+
+class Resume(Struct, frozen=True, kw_only=True):
+    """The version that a job goes on from."""
+
+    version: int
+    steps: int
+    """Batches that count already, and their samples."""
+    samples: int = 0
+    layouts: tuple[Layout, ...] = ()
+    """Which batches those are."""
+    restores: int = 0
+    same_servers: bool = False
+    """Whether each server finds all of its rows in files of its own slot."""
+    continues: bool = False
+    """Whether the next version may hold only what has changed since."""
+    problems: tuple[str, ...] = ()
+    """Why newer versions were passed over."""
 
 
 class JobPlan(Struct, frozen=True, kw_only=True):
@@ -45,6 +86,8 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     most_deaths: int = 4
     """A worker that dies more often than this without finishing a batch in between ends the job."""
+    saving: SavePlan | None = None
+    resume: Resume | None = None
     training: dict[str, Any] = {}
     """The configuration of the run, for the workers."""
 

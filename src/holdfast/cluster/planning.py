@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 
 import msgspec
@@ -9,6 +10,8 @@ import torch
 
 from holdfast.cluster.model import plan_groups
 from holdfast.cluster.plan import JobPlan, Timing
+from holdfast.cluster.resuming import find_resume
+from holdfast.cluster.template import plan_saving
 from holdfast.models.recommender import table_dims
 from holdfast.tables.plan import OptimizerPlan
 from holdfast.training.config import Config
@@ -25,21 +28,34 @@ def plan_job(
     staleness: int = 1,
     timing: Timing | None = None,
 ) -> JobPlan:
-    """The plan of a job that trains as configured; builds model and readers once to see that they fit."""
+    """The plan of a job that trains as configured; builds model and readers once to see that they fit.
+
+    If the configuration has a ``checkpoint`` section and its path holds versions, the job goes on from the
+    newest one that is whole (``plan.resume``): see ``resuming.find_resume`` for what it raises.
+    """
     torch.manual_seed(config.seed)
     reader, _ = build_readers(config)
     network = build_network(config, reader)
     rows = reader.table_rows
     chosen = config.optimizer
     optimizer = OptimizerPlan(name=chosen.name, lr=chosen.rate, eps=chosen.eps, momentum=chosen.momentum)
-    return JobPlan(
+    groups = plan_groups(network, rows, table_dims(network, len(rows)), optimizer, optimizer)
+    checkpoint = config.checkpoint
+    saving = None
+    if checkpoint is not None:
+        if "://" not in checkpoint.path:  # processes may run in other folders
+            checkpoint = msgspec.structs.replace(checkpoint, path=os.path.abspath(checkpoint.path))
+        saving = plan_saving(checkpoint, network, rows, chosen, groups)
+    plan = JobPlan(
         job=secrets.token_hex(8),
         seed=config.seed,
-        groups=plan_groups(network, rows, table_dims(network, len(rows)), optimizer, optimizer),
+        groups=groups,
         servers=servers,
         workers=workers,
         atomic=atomic,
         staleness=staleness,
         timing=timing or Timing(),
+        saving=saving,
         training=msgspec.to_builtins(config),
     )
+    return plan if saving is None else msgspec.structs.replace(plan, resume=find_resume(plan))

@@ -7,8 +7,11 @@ torch.
 from __future__ import annotations
 
 import os
+import threading
 import time
+import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +22,7 @@ from numpy.typing import NDArray
 from holdfast.cluster.loop import memory_bytes, open_transport, run_node
 from holdfast.cluster.messages import (
     Beat,
+    Collect,
     Commit,
     Figures,
     Install,
@@ -29,15 +33,19 @@ from holdfast.cluster.messages import (
     Pushed,
     Refused,
     Rows,
+    Saved,
     View,
     ViewNumber,
 )
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.resuming import open_saving, restore_rows
+from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.cluster.transport.zmq import Counters
 from holdfast.coding.placement import Placement
+from holdfast.errors import HoldfastError
 from holdfast.tables.plan import TablePlan
 from holdfast.tables.shard import GroupShard
 
@@ -46,13 +54,19 @@ Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
 
 
 class Saver(Protocol):
-    """Saves a server's rows behind its back."""
+    """Saves a server's rows behind its back (see ``saving.ShardSaver``)."""
 
-    def cut(self, version: int) -> None:
-        """Copy what a version holds: rows may change as soon as this returns."""
+    def cut(self, version: int, *, baseline: bool) -> None:
+        """Copy what a version holds, all rows or those that changed: they may go on changing then."""
 
-    def saved(self) -> tuple[int, bytes]:
-        """The newest version whose files are durable, and what the manifest must say of them."""
+    def settle(self, committed: int, tidied: int) -> None:
+        """The newest version that exists, and the newest behind which files were rearranged."""
+
+    def saved(self) -> int:
+        """The newest version whose files are durable, or could not be written."""
+
+    def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
+        """What the supervisor must know of a version; None: not yet."""
 
 
 class Server:
@@ -64,8 +78,12 @@ class Server:
         endpoint: where it listens; it tells the supervisor.
         fresh: whether the job starts from first values; a server that takes over from another, or whose rows
             come from a checkpoint, must never take them.
-        saver: who saves its rows; None if nobody does.
+        saver: who saves its rows; None if nobody does. It may be set later, before the job starts.
         counters: of its transport.
+
+    Attributes:
+        restoring: whether rows are being read from a checkpoint: until then the job does not start.
+        error: why this server cannot go on; the job ends with it.
     """
 
     def __init__(
@@ -87,11 +105,14 @@ class Server:
         self.pushes = 0
         self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
         self._endpoint = endpoint
+        self.restoring = False
+        self.error = ""
+        self.saver = saver
         self._fresh = fresh
-        self._saver = saver
         self._counters = counters or Counters()
         self._cut = 0
         self._next_beat = 0.0
+        self._told: tuple[bool, int] = (False, 0)
 
     @property
     def over(self) -> bool:
@@ -114,21 +135,23 @@ class Server:
             self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
 
     def tick(self, now: float) -> None:
-        """Give a sign of life when it is time."""
-        if now >= self._next_beat:
+        """Give a sign of life when it is time, or when something has come to an end."""
+        if now >= self._next_beat or self._told != (self.restoring, self._saved()):
             self.beat(now)
 
     def beat(self, now: float) -> None:
         """Tell the supervisor where this server stands."""
         self._next_beat = now + self.plan.timing.beat_seconds
+        self._told = self.restoring, self._saved()
         message = Beat(
-            state="ready",
+            state="failed" if self.error else "restoring" if self.restoring else "ready",
             view=self.view.number,
             endpoint=self._endpoint,
             pid=os.getpid(),
             marks=self._ledger.marks(),
             cut=self._cut,
-            saved=self._saver.saved()[0] if self._saver else 0,
+            saved=self._saved(),
+            error=self.error,
             figures=self.figures(),
         )
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
@@ -146,7 +169,10 @@ class Server:
             digest=digest(self.shards) if self.view.phase == "stopping" else "",
         )
 
-    def _answer(self, envelope: Envelope) -> tuple[Rows | Pushed | Refused | None, Sequence[Frame]]:
+    def _saved(self) -> int:
+        return self.saver.saved() if self.saver is not None else 0
+
+    def _answer(self, envelope: Envelope) -> tuple[Rows | Pushed | Refused | Saved | None, Sequence[Frame]]:
         message, frames, source = envelope.message, envelope.frames, envelope.source
         if isinstance(message, Pull):
             return self._pull(message, frames)
@@ -167,6 +193,8 @@ class Server:
             self._install(message, frames)
         elif isinstance(message, View):
             self._adopt(message)
+        elif isinstance(message, Collect) and source.role == "supervisor" and self.saver is not None:
+            return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
         return None, ()
 
     def _adopt(self, view: View) -> None:
@@ -174,9 +202,12 @@ class Server:
             return
         self.view = view
         self._ledger.adopt(view.workers)
-        if view.cut > self._cut and self._saver is not None:
+        if self.saver is None:
+            return
+        self.saver.settle(view.committed, view.tidied)  # first: a new cut takes up what came to nothing
+        if view.cut > self._cut:
             # All workers hold, and all their pushes are applied: this is the same instant everywhere.
-            self._saver.cut(view.cut)
+            self.saver.cut(view.cut, baseline=view.baseline)
             self._cut = view.cut
 
     def _pull(self, message: Pull, frames: Sequence[Frame]) -> tuple[Rows, Sequence[Frame]]:
@@ -231,10 +262,36 @@ def digest(shards: Sequence[GroupShard]) -> str:
 
 def run(assignment: Assignment) -> None:
     """Be a server until the job ends."""
-    _warm_up(assignment.plan)
+    plan = assignment.plan
+    _warm_up(plan)
     with open_transport(assignment) as transport:
-        server = Server(assignment.me, assignment.plan, transport.endpoint, counters=transport.counters)
+        fresh = plan.resume is None and assignment.me.incarnation == 1
+        server = Server(assignment.me, plan, transport.endpoint, fresh=fresh, counters=transport.counters)
+        if plan.saving is not None:
+            # Behind its back, so that it gives signs of life meanwhile: reading may take minutes.
+            server.restoring = True
+            threading.Thread(target=_prepare, args=(server,), name="restore", daemon=True).start()
         run_node(server, transport, until=lambda: server.over)
+
+
+def _prepare(server: Server) -> None:
+    """Open the store and read what rows there are; what goes wrong ends the job."""
+    plan, slot, shards = server.plan, server.me.slot, server.shards
+    try:
+        store = open_saving(plan)
+        saver = ShardSaver(plan, slot, shards, store, ThreadPoolExecutor(1, "holdfast-save"))
+        if plan.resume is not None:
+            version = restore_rows(plan, shards, store, plan.resume.version)
+            if plan.resume.continues:
+                saver.resume(version)
+        if server.me.incarnation > 1:
+            for shard in shards:  # what its predecessor had marked went with it
+                shard.mark_all()
+        server.saver = saver
+    except Exception as error:
+        traceback.print_exc()
+        server.error = str(error) if isinstance(error, HoldfastError) else repr(error)
+    server.restoring = False  # last: the job starts with this
 
 
 def _warm_up(plan: JobPlan) -> None:

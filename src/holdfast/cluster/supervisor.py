@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,11 @@ from holdfast.cluster.loop import TICK_SECONDS, flush, memory_bytes
 from holdfast.cluster.membership import Durable, Member, Supervisor
 from holdfast.cluster.messages import Figures, Happening, NodeStatus, Peer, Status
 from holdfast.cluster.node import Assignment
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.resuming import open_saving
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.versions import Versions
 from holdfast.events import EventLog
 
 STATE_FILE = "supervisor.json"
@@ -67,15 +71,37 @@ def run(assignment: Assignment) -> None:
         storage.endpoint = transport.endpoint
         with EventLog(folder) as events:
             test_every = int(assignment.plan.training.get("test_every", 0))
-            machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every)
-            _Watch(machine, transport, events).run()
+            keeper = _keeper(assignment.plan, events, first=known is None)
+            machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every, keeper)
+            _Watch(machine, keeper, transport, events).run()
     finally:
         transport.close()
 
 
+def _keeper(plan: JobPlan, events: EventLog, *, first: bool) -> Versions | None:
+    resume = plan.resume
+    if resume is not None and first:
+        for problem in resume.problems:
+            events.emit("checkpoint_damaged", version=None, error=problem)
+        events.emit(
+            "job_resumed",
+            version=resume.version,
+            step=resume.steps,
+            samples=resume.samples,
+            continues_era=resume.continues,
+        )
+    if plan.saving is None:
+        return None
+    runs = ThreadPoolExecutor(1, "holdfast-save")
+    return Versions(plan, lambda: open_saving(plan), runs, time.monotonic())
+
+
 class _Watch:
-    def __init__(self, machine: Supervisor, transport: ZmqTransport, events: EventLog) -> None:
+    def __init__(
+        self, machine: Supervisor, keeper: Versions | None, transport: ZmqTransport, events: EventLog
+    ) -> None:
         self._machine = machine
+        self._keeper = keeper
         self._transport = transport
         self._events = events
         self._happened: deque[Happening] = deque(maxlen=_MOST_HAPPENINGS)
@@ -108,18 +134,21 @@ class _Watch:
         if now >= self._next_status or shown != self._shown:
             self._shown = shown
             self._next_status = now + _STATUS_SECONDS
-            status = _status(self._machine, now, self._happened)
+            status = _status(self._machine, self._keeper, now, self._happened)
             self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
 
     def _tell(self) -> None:
-        for name, figures in self._machine.events:
-            self._events.emit(name, **figures)
-            self._happened.append(Happening(time.time(), name, figures))
-        self._machine.events.clear()
+        for said in [self._machine.events, *([self._keeper.events] if self._keeper else [])]:
+            for name, figures in said:
+                self._events.emit(name, **figures)
+                self._happened.append(Happening(time.time(), name, figures))
+            said.clear()
         flush(self._machine, self._transport)
 
 
-def _status(machine: Supervisor, now: float, happened: Iterable[Happening]) -> Status:
+def _status(
+    machine: Supervisor, keeper: Versions | None, now: float, happened: Iterable[Happening]
+) -> Status:
     failure = machine.failure
     me = NodeStatus(machine.me, "watching", 0.0, Figures(memory_bytes=memory_bytes()))
     return Status(
@@ -128,6 +157,8 @@ def _status(machine: Supervisor, now: float, happened: Iterable[Happening]) -> S
         samples=machine.samples(),
         nodes=(me, *(_node_status(member, now) for member in [*machine.servers, *machine.workers])),
         tests=tuple(machine.tests),
+        versions=tuple(keeper.saved) if keeper else (),
+        save_errors=tuple(keeper.errors) if keeper else (),
         replaced=sum(worker.incarnation - 1 for worker in machine.workers),
         finished=machine.finished,
         failure=(failure.kind, failure.peer, failure.text) if failure else None,

@@ -189,10 +189,13 @@ class WorkerProcess:
     def _batches(self, start: WorkerInView) -> Iterator[tuple[Position, Batch]]:
         """This worker's part of the stream, behind the last batch that counts."""
         config, plan = self._config, self._plan
-        self._stream = Stream(self._reader, self._me.slot, plan.workers, config.epochs, start.batch)
+        resume = plan.resume
+        done = resume.layouts if resume else ()
+        self._stream = Stream(self._reader, self._me.slot, plan.workers, config.epochs, start.batch, done)
         if config.max_steps is None:
             return iter(self._stream)
-        mine = len(range(self._me.slot, config.max_steps, plan.workers))
+        left = max(0, config.max_steps - (resume.steps if resume else 0))
+        mine = len(range(self._me.slot, left, plan.workers))
         return itertools.islice(self._stream, max(0, mine - start.sequence))
 
     def _feed(self, found: tuple[Position, Batch] | None) -> None:

@@ -76,17 +76,23 @@ def counts(plan: JobPlan, batches: Sequence[int]) -> list[NDArray[np.float32]]:
 class Copies:
     """A saver that keeps a copy of each cut."""
 
-    def __init__(self, server: list[Server]) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
         self.copies: dict[int, list[NDArray[np.uint32]]] = {}
 
-    def cut(self, version: int) -> None:
+    def cut(self, version: int, *, baseline: bool) -> None:
         """Copy all records."""
-        self.copies[version] = [shard.records.copy() for shard in self._server[0].shards]
+        self.copies[version] = [shard.records.copy() for shard in self._server.shards]
 
-    def saved(self) -> tuple[int, bytes]:
+    def settle(self, committed: int, tidied: int) -> None:
+        """They are here for good."""
+
+    def saved(self) -> int:
         """At once."""
-        return max(self.copies, default=0), b""
+        return max(self.copies, default=0)
+
+    def collect(self, version: int, *, tidy: bool) -> None:
+        """Nobody asks."""
 
 
 class SimWorker:
@@ -122,6 +128,9 @@ class SimWorker:
             self._next = self.me.slot if done < 0 else done + self._plan.workers
         while machine.wants_batch():
             assert self._next is not None
+            if self._is_done(self._next):
+                self._next += self._plan.workers
+                continue
             if self._next >= self._batches:
                 machine.feed(None, now)
                 break
@@ -129,6 +138,12 @@ class SimWorker:
             self._next += self._plan.workers
         if machine.take() is not None:
             self._network.at(now + COMPUTE_SECONDS, self._computed)
+
+    def _is_done(self, batch: int) -> bool:
+        """Whether a run that this one goes on from has trained on it."""
+        resume = self._plan.resume
+        layouts = resume.layouts if resume else ()
+        return batch < self._batches and any(layout.has(Position(0, batch)) for layout in layouts)
 
     def _computed(self) -> None:
         if self._network.nodes.get(self.me) is not self:
@@ -209,17 +224,20 @@ class Cluster:
         self.servers: list[Server] = []
         self.savers: list[Copies] = []
         for slot in range(self.plan.servers):
-            holder: list[Server] = []
-            saver = Copies(holder)
-            server = self.server_class(Peer("server", slot, 1), self.plan, f"s{slot}", saver=saver)
-            holder.append(server)
+            fresh = self.plan.resume is None
+            server = self.server_class(Peer("server", slot, 1), self.plan, f"s{slot}", fresh=fresh)
+            self.give_saver(server)
             self.servers.append(server)
-            self.savers.append(saver)
             self.network.add(server)
         self.launcher = SimLauncher(self)
         self.network.add(self.launcher)
         self.cuts: list[tuple[int, tuple[Position, ...]]] = []
         self.start_supervisor()
+
+    def give_saver(self, server: Server) -> None:
+        """Who saves its rows."""
+        saver = server.saver = Copies(server)
+        self.savers.append(saver)
 
     def start_supervisor(self) -> None:
         """Start it, or start it again."""

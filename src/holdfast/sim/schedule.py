@@ -36,14 +36,21 @@ def plan_of(seed: int) -> JobPlan:
     )
 
 
-def simulate(seed: int, *, batches: int = 40, faults: int = 10, cluster: Cluster | None = None) -> Outcome:
+def simulate(
+    seed: int,
+    *,
+    batches: int = 40,
+    faults: int = 10,
+    cluster: Cluster | None = None,
+    most_seconds: float = 600.0,
+) -> Outcome:
     """Run a job with failures at random times, and compare what its rows are with what they must be."""
     if cluster is None:
         weather = Weather(loss=0.02, duplication=0.05, delay_seconds=0.003, ordered=seed % 5 == 0)
         cluster = Cluster(plan_of(seed), seed, batches, weather)
     schedule = _Schedule(cluster, faults)
     network = cluster.network
-    over = network.run(lambda: cluster.supervisor.view.phase == "stopping", 600.0)
+    over = network.run(lambda: cluster.supervisor.view.phase == "stopping", most_seconds)
     cluster.collect_cuts()
     supervisor = cluster.supervisor
     violations = cluster.violations() if supervisor.finished else []

@@ -70,6 +70,14 @@ class RowPlacement(Protocol):
         """How many records a server keeps for so many rows."""
         ...
 
+    def owner(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The server of each row."""
+        ...
+
+    def place(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The record of each row at its server."""
+        ...
+
     def row(self, server: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The row of each record of a server."""
         ...

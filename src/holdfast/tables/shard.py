@@ -157,6 +157,10 @@ class GroupShard:
         real = self.rows_of(places) < self.plan.rows
         row_loops.mark_rows(self.marks, places[real], 0, len(self.records))
 
+    def mark(self, rows: NDArray[np.int64]) -> None:
+        """Mark rows of the group that lie here: those that ``take_marks`` gave and nobody has saved."""
+        row_loops.mark_rows(self.marks, self.placement.place(rows), 0, len(self.records))
+
     def take_marks(self) -> NDArray[np.int64]:
         """The rows of the group that changed since the last call, in the order of their records."""
         places = np.empty(row_loops.count_marked(self.marks) + 64, np.int64)

@@ -22,6 +22,7 @@ from holdfast.errors import ConfigError
 from holdfast.models.presets import PRESETS, Architecture, Sizes
 from holdfast.options import Kill
 from holdfast.recipe import Recipe, plain
+from holdfast.training.saving import CheckpointConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -164,6 +165,8 @@ class Config(_Section, frozen=True, kw_only=True):
     data: SyntheticConfig | CriteoConfig | OwnDataConfig = SyntheticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     job: JobConfig = JobConfig()
+    checkpoint: CheckpointConfig | None = None
+    """Of a job: where and when it is saved."""
     batch_size: Positive = 2048
     epochs: Positive = 1
     max_steps: Positive | None = None
@@ -306,7 +309,7 @@ def _nearest(key: str, section: type[Struct], prefix: str) -> str:
 def _all_keys() -> Iterable[str]:
     sections = {
         OwnModelConfig: "model", ModelConfig: "model", CriteoConfig: "data", SyntheticConfig: "data",
-        OptimizerConfig: "optimizer", JobConfig: "job",
+        OptimizerConfig: "optimizer", JobConfig: "job", CheckpointConfig: "checkpoint",
     }  # fmt: skip
     for section, prefix in sections.items():
         yield from (f"{prefix}.{key}" for key in section.__struct_fields__)

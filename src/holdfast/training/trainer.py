@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.data.reader import Batch, Reader
-from holdfast.errors import TrainingDiverged
+from holdfast.errors import ConfigError, TrainingDiverged
 from holdfast.events import EventLog
 from holdfast.models.recommender import Recommender, loss_function
 from holdfast.training.config import Config
@@ -75,6 +75,11 @@ class Trainer:
     """
 
     def __init__(self, config: Config, events: EventLog | None = None) -> None:
+        if config.checkpoint is not None:
+            raise ConfigError(
+                "checkpoint is set, but only jobs are saved by it: train with servers and workers, or "
+                "leave it out and use holdfast.Checkpointer in a program of your own"
+            )
         self.config = config
         self.events = events or EventLog(None)
         if config.threads:

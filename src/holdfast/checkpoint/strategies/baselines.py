@@ -5,7 +5,74 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from holdfast.checkpoint.manifest import Era, Manifest
+from holdfast.options import Chunked, Differential, Full, Policy
+
 _FURTHEST = 200
+_GUESSED_SPEED = 200e6
+_MEASURED_BYTES = 1 << 20  # smaller writes measure the latency
+
+
+class Baselines:
+    """Remembers what the versions of an era cost, and says when the next is to begin a new one.
+
+    Args:
+        policy: of the store.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        assert not isinstance(policy.strategy, str)  # Policy turns names into values
+        self._strategy = policy.strategy
+        self._keeps_few = policy.keeps_few
+        self._sizes: list[float] = []  # as shares of a full version, with what was rewritten after each
+        self._last_bytes = 0
+        self._speed = _GUESSED_SPEED
+
+    def due(self, full_bytes: int, beyond_bytes: int) -> bool:
+        """Whether the next version is to hold everything.
+
+        ``full_bytes`` is what that takes, ``beyond_bytes`` what a restore of the newest version reads beyond
+        its era's full one.
+        """
+        strategy = self._strategy
+        if isinstance(strategy, Full):
+            return True
+        if isinstance(strategy, Differential):
+            return strategy.baseline == "intermittent" and (
+                intermittent_baseline_is_due(self._sizes) or self._early(strategy.extra_writes)
+            )
+        if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes:
+            if strategy.layout == "rounds" and self._early(strategy.extra_writes):
+                return True
+            # Reading is taken to be as quick as writing: that favours neither side.
+            speed = self._speed
+            return reset_is_due(full_bytes, self._last_bytes, beyond_bytes, speed, speed)
+        return False
+
+    def _early(self, extra_writes: float) -> bool:
+        return extra_writes > 0 and self._keeps_few and early_baseline_is_due(self._sizes, extra_writes)
+
+    def note(self, bytes_: int, full_bytes: int, seconds: float, *, baseline: bool) -> None:
+        """A version was written: so many bytes in so long."""
+        self._sizes = [] if baseline else [*self._sizes, bytes_ / max(full_bytes, 1)]
+        self._last_bytes = bytes_
+        if bytes_ > _MEASURED_BYTES and seconds > 0:
+            self._speed = bytes_ / seconds
+
+    def note_tidied(self, bytes_: int, full_bytes: int) -> None:
+        """So much was rewritten after the last version that was noted."""
+        if self._sizes:
+            # A new list: another thread may be looking at the old one.
+            *others, last = self._sizes
+            self._sizes = [*others, last + bytes_ / max(full_bytes, 1)]
+
+    def resume(self, manifest: Manifest, era: Era) -> None:
+        """Go on with an era that another process began."""
+        self._sizes = []
+        if isinstance(self._strategy, Differential):
+            full = sum(f.bytes for f in era.files if f.kind == "baseline")
+            siblings = [v for v in manifest.versions if v.era == era.number and not v.baseline]
+            self._sizes = [v.bytes / max(full, 1) for v in siblings]
 
 
 def intermittent_baseline_is_due(increments: Sequence[float]) -> bool:
@@ -57,26 +124,3 @@ def reset_is_due(
     t_base = full_bytes / write_speed
     t_incre = increment_bytes / write_speed + beyond_bytes / read_speed
     return t_base < t_incre
-
-
-class Speeds:
-    """Bytes a second, as measured; until something was, a guess that favours neither side."""
-
-    def __init__(self) -> None:
-        self.write = 200e6
-        self._read: float | None = None
-
-    @property
-    def read(self) -> float:
-        """When restoring."""
-        return self._read if self._read is not None else self.write
-
-    def wrote(self, bytes_: int, seconds: float) -> None:
-        """So much was written."""
-        if bytes_ > 1 << 20 and seconds > 0:  # small writes measure the latency
-            self.write = bytes_ / seconds
-
-    def has_read(self, bytes_: int, seconds: float) -> None:
-        """So much was read."""
-        if bytes_ > 1 << 20 and seconds > 0:
-            self._read = bytes_ / seconds

@@ -1,0 +1,447 @@
+"""The supervisor's part of a checkpoint: when to cut, and one manifest for what all servers have written.
+
+``Versions.advance`` is the main path, one stage after the other: *cutting* (``membership`` makes the
+workers hold and the servers copy), *collecting* (what has each server written?), *committing* (the dense
+file, then the manifest), *tidying* (servers rearrange files) and *replacing* (a manifest with those).
+Everything that touches the store runs behind the supervisor's back.
+
+What is not in a manifest when the supervisor dies never will be: its successor starts from the store, and
+servers mark the rows of a cut that came to nothing again. So there is nothing here to be remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.dense import encode_tree
+from holdfast.checkpoint.manifest import DenseEntry, Version
+from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.store import Store, WriterLock
+from holdfast.checkpoint.strategies.baselines import Baselines
+from holdfast.cluster.membership import Cut, Supervisor
+from holdfast.cluster.messages import Collect, Saved
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.saving import FileNote, Runs
+from holdfast.cluster.stored import JobState, dense_tree, encoder_of, saving_of, version_metadata
+from holdfast.cluster.stream import Layout, merge_layouts
+from holdfast.cluster.transport.base import Frame, as_array
+from holdfast.errors import HoldfastError, StoreLocked
+
+log = logging.getLogger("holdfast.checkpoint")
+
+_OPEN_AGAIN_SECONDS = 2.0
+_GIVE_UP_SECONDS = 120.0
+
+Stage = Literal["cutting", "collecting", "committing", "tidying", "replacing"]
+
+
+@dataclass
+class _Answer:
+    note: FileNote
+    message: Saved
+    frames: Sequence[Frame]
+
+
+@dataclass
+class _Save:
+    """The version under way."""
+
+    version: int
+    baseline: bool
+    began: float
+    incarnations: tuple[int, ...]
+    """Of the servers: one that was replaced has no part of it."""
+    stage: Stage = "cutting"
+    cut: Cut | None = None
+    answers: dict[int, _Answer] = field(default_factory=dict)
+    asked: dict[int, float] = field(default_factory=dict)
+
+
+class _Outcome:
+    """What became of a job in the background."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: Exception | None = None
+
+
+class Versions:
+    """Saves a job; implements ``membership.Keeper``.
+
+    Args:
+        plan: the job's.
+        open_store: opens the store for writing.
+        runs: what writes; nothing here waits for a disk.
+        now: the time.
+
+    Attributes:
+        events: what has happened; whoever runs it takes them out.
+        saved: the versions that this job has saved.
+        errors: why others could not be.
+    """
+
+    def __init__(self, plan: JobPlan, open_store: Callable[[], Store], runs: Runs, now: float) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.saved: list[int] = []
+        self.errors: list[str] = []
+        self._plan = plan
+        self._policy = saving_of(plan).config.policy
+        self._encoder = encoder_of(plan)
+        strategy: Any = self._policy.strategy
+        self._layout_name = Shard(0, self._encoder.stored, strategy).layout_name
+        self._baselines = Baselines(self._policy)
+        self._open_store = open_store
+        self._runs = runs
+        self._store: Store | None = None
+        self._lock: WriterLock | None = None
+        self._opened: Catalog | None = None
+        self._catalog: Catalog | None = None
+        self._opening: _Outcome | None = None
+        self._open_at = now
+        self._save: _Save | None = None
+        self._outcome: _Outcome | None = None
+        self._clearing: _Outcome | None = None
+        self._era = 0
+        self._beyond_bytes = 0
+        self._last_number = 0
+        self._saved_steps = plan.resume.steps if plan.resume else 0
+        self._due_steps = self._saved_steps
+        self._due_time = now
+        self._final: float | None = None
+        self._final_tried = False
+
+    # What the supervisor calls
+
+    def receive(self, slot: int, message: Saved, frames: Sequence[Frame]) -> None:
+        """What a server has saved; what nobody waits for is dropped."""
+        save = self._save
+        stage = "tidying" if message.tidy else "collecting"
+        if save is None or message.version != save.version or save.stage != stage or slot in save.answers:
+            return
+        try:
+            note = msgspec.json.decode(message.change, type=FileNote)
+        except msgspec.MsgspecError as error:
+            self._drop(f"server {slot} said what cannot be understood: {error}")
+            return
+        save.answers[slot] = _Answer(note, message, list(frames))
+
+    def advance(self, supervisor: Supervisor, now: float) -> None:
+        """Take the save that is under way one step further, or begin one that is due."""
+        if self._catalog is None:
+            self._advance_opening(supervisor, now)
+        elif self._save is not None:
+            self._advance_save(self._save, supervisor, now)
+        elif self._is_due(supervisor, now) and self._is_free() and supervisor.may_cut():
+            self._begin(supervisor, now)
+        elif self._final is None and self._is_due(supervisor, now):
+            self._skip(supervisor, now)
+
+    def may_stop(self, supervisor: Supervisor, now: float) -> bool:
+        """Whether the state at the end is saved, or could not be."""
+        self._final = self._final if self._final is not None else now
+        if self._catalog is None:
+            if now - self._final < _GIVE_UP_SECONDS:
+                return False
+            self._fail("the last version was not saved: the store could not be opened")
+            return True
+        if self._save is not None or not self._is_free():
+            return False
+        steps = supervisor.steps()
+        if self._final_tried or self._saved_steps == steps:
+            return True
+        if supervisor.may_cut():
+            self._final_tried = True
+            self._begin(supervisor, now)
+        return False
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._lock is not None:
+            self._lock.release()
+        if self._store is not None:
+            self._store.close()
+
+    # Opening
+
+    def _advance_opening(self, supervisor: Supervisor, now: float) -> None:
+        if self._opening is None:
+            if now >= self._open_at:
+                self._opening = self._start(self._open)
+            return
+        if not self._opening.done:
+            return
+        error, self._opening = self._opening.error, None
+        if error is not None:
+            # A store elsewhere stays locked for a while after a supervisor that died.
+            self._open_at = now + _OPEN_AGAIN_SECONDS
+            if not isinstance(error, StoreLocked):
+                self._fail(f"the store of checkpoints could not be opened: {_text(error)}")
+            return
+        self._look_around(supervisor)
+
+    def _open(self) -> None:
+        store = self._store or self._open_store()
+        self._store = store
+        self._lock = self._lock or store.lock_writer()
+        catalog = Catalog(store, self._policy)
+        catalog.delete_leftovers()
+        self._opened = catalog
+
+    def _look_around(self, supervisor: Supervisor) -> None:
+        """What is in the store that this job can go on with?"""
+        catalog = self._opened
+        assert catalog is not None
+        self._catalog = catalog
+        for complaint in catalog.complaints:
+            self._say("checkpoint_damaged", version=None, error=complaint)
+        manifest, newest, resume = catalog.manifest, catalog.newest, self._plan.resume
+        if newest is None:
+            return
+        own = newest.metadata.get("job") == self._plan.job
+        resumed = resume is not None and resume.continues and resume.version == newest.version
+        if own:
+            # Its supervisor died before it could say so, perhaps.
+            supervisor.announce(committed=newest.version)
+            self._saved_steps = self._due_steps = newest.step + 1
+            self.saved = [v.version for v in manifest.versions if v.metadata.get("job") == self._plan.job]
+        if (own or resumed) and manifest.last_version == newest.version:
+            self._era = newest.era
+            self._baselines.resume(manifest, manifest.era(newest.era))
+
+    # Deciding
+
+    def _is_due(self, supervisor: Supervisor, now: float) -> bool:
+        if supervisor.view.phase != "running" or self._final is not None:
+            return False
+        steps, policy = supervisor.steps(), self._policy
+        if steps <= self._due_steps:
+            return False
+        by_steps = policy.every_steps is not None and steps - self._due_steps >= policy.every_steps
+        by_time = policy.every_seconds is not None and now - self._due_time >= policy.every_seconds
+        return by_steps or by_time
+
+    def _is_free(self) -> bool:
+        """Whether nothing is being cleared away: what a new save writes is not named by a manifest either."""
+        if self._clearing is not None and self._clearing.done:
+            self._clearing = None
+        return self._clearing is None
+
+    def _begin(self, supervisor: Supervisor, now: float) -> None:
+        assert self._catalog is not None
+        heard = [s.beat.cut for s in supervisor.servers if s.beat is not None]
+        # A number that any server has heard of stands for another instant.
+        number = max(self._catalog.next_version(), self._last_number + 1, 1 + max(heard, default=0))
+        self._last_number = number
+        baseline = not self._era or self._baselines.due(self._full_bytes(), self._beyond_bytes)
+        self._save = _Save(number, baseline, now, tuple(s.incarnation for s in supervisor.servers))
+        self._due_steps, self._due_time = supervisor.steps(), now
+        supervisor.request_cut(number, baseline=baseline)
+
+    def _skip(self, supervisor: Supervisor, now: float) -> None:
+        """A save is due, and cannot be begun yet: it waits, or is left out, as the policy says."""
+        if self._policy.when_busy == "skip":
+            self._due_steps, self._due_time = supervisor.steps(), now
+            self._say("checkpoint_skipped", step=self._due_steps)
+
+    # One save
+
+    def _advance_save(self, save: _Save, supervisor: Supervisor, now: float) -> None:
+        if save.incarnations != tuple(s.incarnation for s in supervisor.servers):
+            self._drop("a server was replaced meanwhile")
+        elif save.stage == "cutting":
+            self._advance_cutting(save, supervisor)
+        elif save.stage in ("collecting", "tidying"):
+            self._advance_asking(save, supervisor, now)
+        elif self._outcome is not None and self._outcome.done:
+            error, self._outcome = self._outcome.error, None
+            self._conclude(save, supervisor, error, now)
+        if self._save is not None and self._save.stage != "cutting" and self._is_due(supervisor, now):
+            self._skip(supervisor, now)
+
+    def _advance_cutting(self, save: _Save, supervisor: Supervisor) -> None:
+        made = [c for c in supervisor.cuts_made if c.version == save.version]
+        supervisor.cuts_made.clear()
+        if made:
+            save.cut = made[0]
+            save.stage = "collecting"
+        elif supervisor.cut is None or supervisor.cut.version != save.version:
+            # The job was told to end meanwhile, and is saved when it has.
+            self._save = None
+            self._say("checkpoint_skipped", step=self._due_steps)
+
+    def _advance_asking(self, save: _Save, supervisor: Supervisor, now: float) -> None:
+        tidy = save.stage == "tidying"
+        for server in supervisor.servers:
+            ready = tidy or (server.beat is not None and server.beat.saved == save.version)
+            due = now - save.asked.get(server.slot, -1e9) >= self._plan.timing.retry_seconds
+            if ready and due and server.slot not in save.answers:
+                save.asked[server.slot] = now
+                supervisor.send(server.slot, Collect(save.version, tidy))
+        if len(save.answers) < self._plan.servers:
+            return
+        errors = [f"server {slot}: {a.message.error}" for slot, a in save.answers.items() if a.message.error]
+        if not tidy:
+            if errors:
+                self._drop("; ".join(errors))
+            else:
+                save.stage = "committing"
+                self._outcome = self._start(lambda: self._commit(save))
+            return
+        for error in errors:
+            self._fail(f"files could not be rearranged: {error}", "checkpoint_tidy_failed", save.version)
+        self._beyond_bytes = sum(a.message.live_bytes for a in save.answers.values())
+        if any(a.note != FileNote() for a in save.answers.values()):
+            save.stage = "replacing"
+            self._outcome = self._start(lambda: self._replace(save))
+        else:
+            self._finish(save, supervisor)
+
+    def _conclude(self, save: _Save, supervisor: Supervisor, error: Exception | None, now: float) -> None:
+        """The store has done its part, or has failed to."""
+        assert self._catalog is not None
+        if save.stage == "replacing":
+            if error is None:
+                self._finish(save, supervisor)
+            else:  # the version stands, its files are not arranged as they could be
+                self._fail(
+                    f"files could not be rearranged: {_text(error)}", "checkpoint_tidy_failed", save.version
+                )
+                self._save = None
+            return
+        if error is not None:
+            self._drop(_text(error))
+            return
+        assert save.cut is not None
+        version = self._catalog.manifest.versions[-1]
+        self._era = version.era
+        self._saved_steps = save.cut.steps
+        self.saved.append(save.version)
+        written = sum(a.note.bytes for a in save.answers.values())
+        slowest = max(a.message.seconds for a in save.answers.values())
+        self._baselines.note(written, self._full_bytes(), slowest, baseline=save.baseline)
+        figures = {"version": save.version, "step": version.step, "baseline": save.baseline}
+        self._say(
+            "checkpoint_saved",
+            **figures,
+            rows=version.rows,
+            bytes=version.bytes,
+            write_seconds=slowest,
+            seconds_taken=now - save.began,
+        )
+        supervisor.announce(committed=save.version)
+        save.stage = "tidying"
+        save.answers.clear()
+        save.asked.clear()
+
+    def _finish(self, save: _Save, supervisor: Supervisor) -> None:
+        supervisor.announce(tidied=save.version)
+        self._save = None
+
+    def _drop(self, why: str) -> None:
+        """The save comes to nothing; servers hear of it with the next one."""
+        save, self._save = self._save, None
+        assert save is not None
+        assert self._catalog is not None
+        self._outcome = None
+        self._fail(f"version {save.version} was not saved: {why}", "checkpoint_failed", save.version)
+        self._clearing = self._start(self._clear_away)
+
+    # Behind the supervisor's back
+
+    def _start(self, job: Callable[[], None]) -> _Outcome:
+        outcome = _Outcome()
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:
+                log.warning("%r", error)
+                outcome.error = error
+            finally:
+                outcome.done = True  # last: whoever sees it reads the rest
+
+        self._runs.submit(run)
+        return outcome
+
+    def _commit(self, save: _Save) -> None:
+        catalog, cut, plan = self._catalog, save.cut, self._plan
+        assert catalog is not None
+        assert cut is not None
+        assert self._lock is not None
+        self._lock.renew()
+        before = plan.resume.layouts if plan.resume else ()
+        layouts = merge_layouts(*before, Layout(plan.workers, cut.positions))
+        state = JobState(layouts, cut.samples, plan.servers, plan.workers, plan.k, plan.r)
+        parts = encode_tree(dense_tree(plan, self._network(save), cut.steps, state))
+        name = f"dense/{save.version:08}-{secrets.token_hex(6)}.safetensors"
+        size = catalog.store.put(name, parts)
+        notes = [answer.note for answer in save.answers.values()]
+        version = Version(
+            version=save.version,
+            era=save.version if save.baseline else self._era,
+            step=cut.steps - 1,  # the last one that was done, counted from 0
+            time=time.time(),
+            baseline=save.baseline,
+            rows=sum(note.rows for note in notes),
+            bytes=size + sum(note.bytes for note in notes),
+            dense=DenseEntry(name, size, checksum(*parts)),
+            metadata=version_metadata(plan, cut.samples),
+            restores=plan.resume.restores if plan.resume else 0,
+        )
+        # Every server's files are durable by now: one manifest makes the version exist.
+        catalog.commit_version(version, self._encoder.stored, self._layout_name, notes)
+
+    def _network(self, save: _Save) -> NDArray[np.uint32] | None:
+        """The network's records, put together from what servers sent."""
+        if not saving_of(self._plan).template:
+            return None
+        group, placement = self._plan.groups[-1], self._plan.placement
+        records = np.zeros((group.rows, group.words), np.uint32)
+        owners = placement.owner(np.arange(group.rows))
+        for slot, answer in save.answers.items():
+            mine = np.flatnonzero(owners == slot)
+            if len(answer.frames) != 1:
+                raise HoldfastError(f"server {slot} sent {len(answer.frames)} arrays of the network, not one")
+            if len(mine):
+                records[mine] = as_array(answer.frames[0], np.uint32, (len(mine), group.words))
+        return records
+
+    def _replace(self, save: _Save) -> None:
+        assert self._catalog is not None
+        changes = [answer.note for answer in save.answers.values()]
+        self._catalog.commit_round(self._era, changes)
+        self._catalog.free_replaced()
+        self._baselines.note_tidied(sum(change.bytes for change in changes), self._full_bytes())
+
+    def _full_bytes(self) -> int:
+        """Bytes of a version that holds everything."""
+        return sum(g.rows * g.record_bytes for g in self._encoder.stored if g.raw_rows_of is None)
+
+    def _clear_away(self) -> None:
+        """Delete what a save that failed has written: on a full disk the next one needs the space."""
+        assert self._catalog is not None
+        self._catalog.delete_leftovers(of_others=False)
+
+    # Saying so
+
+    def _fail(self, error: str, event: str = "checkpoint_failed", version: int | None = None) -> None:
+        self.errors.append(error)
+        self._say(event, version=version, error=error)
+
+    def _say(self, event: str, **figures: Any) -> None:
+        self.events.append((event, figures))
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, HoldfastError) else repr(error)

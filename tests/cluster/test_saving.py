@@ -1,0 +1,236 @@
+"""Checkpoints of a job: consistent, complete, and whole whatever dies (holes 21 to 24 and 26)."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.local_files import Files
+from holdfast.checkpoint.verify import verify_versions
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.resuming import find_resume
+from holdfast.cluster.transport.memory import CALM, Weather
+from holdfast.errors import CorruptCheckpoint, ModelMismatch
+from holdfast.sim.cluster import counting_plan
+from holdfast.sim.saving import MortalFiles, QuickFiles, SavedCluster, saved_plan, wrong_versions
+from holdfast.sim.schedule import plan_of, simulate
+from holdfast.testing.faults import FaultyFiles
+from holdfast.training.saving import CheckpointConfig
+
+BATCHES = 120
+STRATEGIES = ("chunked", "incremental", "differential", "full")
+
+
+def config(path: Path, strategy: Any = "chunked", **options: Any) -> CheckpointConfig:
+    return CheckpointConfig(path=str(path / "store"), strategy=strategy, **{"every_steps": 4, **options})
+
+
+def resumed(plan: JobPlan, **shape: int) -> JobPlan:
+    """A job of another shape that goes on from the store."""
+    other = msgspec.structs.replace(plan, job=f"{plan.job}'", resume=None, **shape)
+    return msgspec.structs.replace(other, resume=find_resume(other))
+
+
+def run(plan: JobPlan, seed: int = 0, weather: Weather = CALM, **options: Any) -> SavedCluster:
+    """A job without failures, to its end."""
+    cluster = SavedCluster(plan, seed, BATCHES, weather, **options)
+    outcome = simulate(seed, batches=BATCHES, faults=0, cluster=cluster)
+    cluster.close()
+    assert outcome.finished, (seed, outcome.violations)
+    assert outcome.violations == []
+    return cluster
+
+
+def check(plan: JobPlan, servers: int = 3) -> list[int]:
+    """Every version of the store is right, and the store is whole; the versions."""
+    versions, wrong = wrong_versions(plan, BATCHES, servers)
+    assert wrong == []
+    assert plan.saving is not None
+    if versions:
+        with open_store(plan.saving.config.path, create=False) as store:
+            assert verify_versions(store).damaged == ()
+    return versions
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("k", "r"), [(1, 0), (2, 1)])
+def test_every_version_is_a_consistent_cut(tmp_path: Path, strategy: str, k: int, r: int) -> None:
+    plan = counting_plan(servers=3, workers=2, atomic=True)
+    plan = saved_plan(msgspec.structs.replace(plan, k=k, r=r), config(tmp_path, strategy))
+    cluster = run(plan)
+    versions = check(plan, servers=2)
+    assert len(versions) >= 6
+    assert cluster.keepers[0].saved == versions
+    assert cluster.keepers[0].errors == []
+    assert resumed(plan).resume is not None
+
+
+def test_the_end_is_saved_and_nothing_is_left_to_do(tmp_path: Path) -> None:
+    plan = saved_plan(counting_plan(servers=2, workers=2, atomic=False), config(tmp_path, every_steps=None))
+    run(plan)
+    assert check(plan) == [1]
+    again = resumed(plan, workers=3)
+    assert again.resume is not None
+    assert again.resume.steps == again.resume.samples == BATCHES
+    run(again)
+    assert check(plan) == [1]  # nothing was trained, so nothing is saved
+
+
+def test_whatever_dies_every_version_is_right_and_a_job_goes_on_from_it(tmp_path: Path) -> None:
+    """Hole 21, invariant 6: a version is what an oracle's replay of its batches gives."""
+    faults: Counter[str] = Counter()
+    versions = unfinished = continued = 0
+    for seed in range(20):
+        weather = Weather(loss=0.02, duplication=0.05, delay_seconds=0.003, ordered=seed % 5 == 0)
+        folder = tmp_path / str(seed)
+        plan = saved_plan(plan_of(seed), config(folder, STRATEGIES[seed // 2 % 4]))
+        for part in range(3):
+            cluster = SavedCluster(plan, 100 * part + seed, BATCHES, weather)
+            most = (2.0 + seed % 7 / 3, 3.0, 600.0)[part]  # then everything dies at once
+            outcome = simulate(seed, batches=BATCHES, faults=6, cluster=cluster, most_seconds=most)
+            cluster.close()
+            faults += outcome.faults
+            unfinished += not outcome.finished
+            assert outcome.finished or outcome.violations == ["the job did not end"], (seed, part)
+            assert not outcome.finished or outcome.violations == [], (seed, part)
+            versions += len(check(plan, servers=1 + (seed + part) % 4))
+            shape = {} if seed % 3 == part else {"servers": 1 + (seed + part) % 3, "workers": 1 + part}
+            plan = resumed(plan, **shape)
+            continued += plan.resume is not None and plan.resume.continues
+    assert versions > 200
+    assert unfinished > 20
+    assert continued > 10
+    assert all(faults[kind] > 5 for kind in ("kill", "silence", "pause", "link", "supervisor")), faults
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "differential"])
+def test_a_supervisor_that_dies_at_any_step_of_a_save(tmp_path: Path, strategy: str) -> None:
+    """Before the cut, with a half-written file, before and after the manifest: hole 18 for versions."""
+    fired = 0
+    for at in range(1, 61, 4):
+        deaths: list[MortalFiles] = []
+
+        def files(deaths: list[MortalFiles] = deaths, at: int = at) -> Files:
+            if deaths:
+                return QuickFiles()
+            deaths.append(MortalFiles(at))
+            return deaths[0]
+
+        plan = counting_plan(servers=2, workers=2, atomic=at % 4 == 1)
+        plan = saved_plan(plan, config(tmp_path / str(at), strategy))
+        run(plan, at, supervisor_files=files)
+        check(plan)
+        fired += deaths[0].died
+        again = resumed(plan)
+        assert again.resume is not None
+        assert again.resume.steps == BATCHES  # the last one was saved, by whoever was there
+    assert fired > 10
+
+
+def faulty(operation: str, at: int, times: int, made: list[FaultyFiles]) -> Callable[[], Files]:
+    def make() -> Files:
+        made.append(FaultyFiles(operation, at, errno.ENOSPC, times))
+        return made[-1]
+
+    return make
+
+
+@pytest.mark.parametrize("side", ["server", "supervisor"])
+@pytest.mark.parametrize("operation", ["create", "writev", "fsync", "link", "fsync_dir"])
+def test_a_save_that_fails_is_said_and_its_rows_are_in_the_next(
+    tmp_path: Path, operation: str, side: str
+) -> None:
+    """Hole 23: marks are cleared when a manifest holds them, and not before."""
+    made: list[FaultyFiles] = []
+    plan = saved_plan(counting_plan(servers=2, workers=2, atomic=True), config(tmp_path, "incremental"))
+    options: dict[str, Any] = {f"{side}_files": faulty(operation, 3 if side == "server" else 8, 3, made)}
+    cluster = run(plan, **options)
+    assert sum(files.fired for files in made) > 0
+    versions = check(plan)
+    assert cluster.keepers[0].errors
+    assert any("no space left" in error for error in cluster.keepers[0].errors)
+    assert cluster.events("checkpoint_failed") + cluster.events("checkpoint_tidy_failed") > 0
+    assert len(versions) >= 4
+
+
+def test_a_job_that_goes_on_with_the_same_servers_saves_only_what_changed(tmp_path: Path) -> None:
+    """Hole 24: also of what changed between the full version and the restart."""
+    for strategy in ("chunked", "incremental", "differential"):
+        plan = saved_plan(
+            counting_plan(servers=3, workers=2, atomic=True),
+            config(tmp_path / strategy, strategy, every_steps=3),
+        )
+        cluster = SavedCluster(plan, 1, BATCHES)
+        simulate(1, batches=BATCHES, faults=0, cluster=cluster, most_seconds=1.2)
+        cluster.close()
+        before = check(plan)
+        again = resumed(plan, workers=1)
+        assert again.resume is not None
+        assert again.resume.continues
+        run(again)
+        after = check(plan)
+        assert after[: len(before)] == before
+        assert len(after) > len(before)
+        with open_store(str(tmp_path / strategy / "store"), create=False) as store:
+            first = next(v for v in read_newest(store).versions if v.version == after[len(before)])
+        assert not first.baseline
+
+
+def test_damage_to_the_newest_version_costs_that_version(tmp_path: Path) -> None:
+    plan = saved_plan(counting_plan(servers=2, workers=1, atomic=True), config(tmp_path, "full"))
+    versions = (run(plan), check(plan))[1]
+    newest = max((tmp_path / "store" / "chunks").iterdir(), key=lambda file: file.name)
+    data = bytearray(newest.read_bytes())
+    data[-3] ^= 1
+    newest.write_bytes(data)
+    again = resumed(plan)
+    assert again.resume is not None
+    assert again.resume.version == versions[-2]
+    assert not again.resume.continues
+    assert f"version {versions[-1]}" in again.resume.problems[0]
+    run(again)
+    for file in (tmp_path / "store" / "chunks").iterdir():
+        file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(CorruptCheckpoint, match=r"no version of .* can be restored"):
+        resumed(plan)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    plan = saved_plan(counting_plan(servers=2, workers=1, atomic=True), config(tmp_path))
+    run(plan)
+    first, second = plan.groups
+
+    def with_first(**changes: Any) -> JobPlan:
+        return msgspec.structs.replace(plan, groups=(msgspec.structs.replace(first, **changes), second))
+
+    wider = with_first(dim=3)
+    with pytest.raises(ModelMismatch, match=r"table model.a is 40 rows of weight \(1 F32\) .* \(3 F32\)"):
+        resumed(wider)
+    renamed = with_first(tables=(msgspec.structs.replace(first.tables[0], name="c"),))
+    with pytest.raises(ModelMismatch, match=r"table model.c of the job is not in the checkpoint"):
+        resumed(renamed)
+    other = with_first(optimizer=msgspec.structs.replace(first.optimizer, name="adagrad"))
+    with pytest.raises(ModelMismatch, match=r"expected 40 rows of weight \(1 F32\), optim.sum \(1 F32\)"):
+        resumed(other)
+
+
+def test_saves_that_come_too_soon_are_left_out_or_wait(tmp_path: Path) -> None:
+    for when_busy in ("skip", "wait"):
+        saving = config(tmp_path / when_busy, every_steps=1, when_busy=when_busy)
+        cluster = run(plan := saved_plan(counting_plan(servers=2, workers=2, atomic=False), saving))
+        assert (cluster.events("checkpoint_skipped") > 0) == (when_busy == "skip")
+        check(plan)
+
+
+def test_old_versions_go_by_the_policy(tmp_path: Path) -> None:
+    plan = saved_plan(counting_plan(servers=2, workers=2, atomic=False), config(tmp_path, keep=3))
+    cluster = run(plan)
+    assert check(plan) == cluster.keepers[0].saved[-3:]
