@@ -90,7 +90,7 @@ def test_a_server_that_dies_ends_the_job_with_a_sentence(tmp_path: Path) -> None
     said = " ".join(done.stderr.split())
     assert "error: server 1 was killed by signal 9 after " in said
     assert " rows that it held are lost" in said
-    assert "checkpoint" in said
+    assert "set checkpoint.path and checkpoint.every_steps" in said
     assert "Traceback" not in said
     failed = read_events(tmp_path / "r")[-1]
     assert (failed["event"], failed["error"]) == ("run_failed", "ServerLost")
