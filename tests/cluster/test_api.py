@@ -71,8 +71,8 @@ def test_where_a_job_is_saved() -> None:
         checkpoint = hf.Job(network(), reader(), checkpoint=given).config.checkpoint
         assert checkpoint is not None
         assert (checkpoint.path, checkpoint.every_steps) == ("a/b", 7 if isinstance(given, dict) else None)
-    with pytest.raises(ConfigError, match=r"no key checkpoint\.every; did you mean checkpoint\.every"):
-        hf.Job(network(), reader(), checkpoint={"path": "a", "every": 3})
+    with pytest.raises(ConfigError, match=r"did you mean checkpoint\.every_steps\?"):
+        hf.Job(network(), reader(), checkpoint={"path": "a", "every_step": 3})
 
 
 def test_what_is_tested_on(tmp_path: Path) -> None:
