@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.cluster.job import JobResult, Runner
 from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.messages import Peer
+from holdfast.cluster.messages import Peer, Status
 from holdfast.cluster.plan import JobPlan, Timing
 from holdfast.cluster.planning import plan_job
 from holdfast.coding.placement import Placement
@@ -42,11 +44,15 @@ def plan_of(folder: Path, batches: int, *, atomic: bool, silent_seconds: float =
     return plan_job(load(None, values), servers=SERVERS, workers=2, atomic=atomic, timing=timing)
 
 
-def run(plan: JobPlan, folder: Path, engine: LocalLauncher, faults: dict[int, list[str]]) -> JobResult:
+def run(
+    plan: JobPlan,
+    folder: Path,
+    engine: LocalLauncher,
+    faults: dict[int, list[str]],
+    on_status: Callable[[Status], None] = lambda status: None,
+) -> JobResult:
     with EventLog(folder) as events:
-        for _ in range(2):  # those that will be replaced first
-            engine.warm("worker")
-        return Runner(plan, engine, folder, events, faults=dict(faults)).run()
+        return Runner(plan, engine, folder, events, faults=dict(faults)).run(on_status)
 
 
 def counted(plan: JobPlan, store: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -131,4 +137,30 @@ def test_a_worker_that_was_stopped_and_wakes_up_replaced(tmp_path: Path, atomic:
     assert result.steps == batches
     assert result.workers_replaced >= 1
     assert Peer("worker", 1, 1) in engine.woken
+    assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))
+
+
+def test_a_supervisor_that_is_killed_comes_back(tmp_path: Path) -> None:
+    """Hole 18: in the midst of training, and while a worker is being replaced; no epoch is used twice."""
+    batches = 600
+    plan = plan_of(tmp_path, batches, atomic=True)
+    engine = LocalLauncher(tmp_path)
+    kills: list[str] = []
+    epochs: list[int] = []
+
+    def on_status(status: Status) -> None:
+        epochs.append(msgspec.json.decode((tmp_path / "supervisor.json").read_bytes())["epoch"])
+        states = {str(node.peer): node.state for node in status.nodes}
+        if not kills and status.steps > 20:
+            kills.append("training")
+            engine.signal(Peer("supervisor"), signal.SIGKILL)
+        elif len(kills) == 1 and states["worker 1"] == "starting" and status.steps > 20:
+            kills.append("replacing")
+            engine.signal(Peer("supervisor"), signal.SIGKILL)
+
+    result = run(plan, tmp_path, engine, {1: ["kill@commit:60:1"]}, on_status)
+    assert kills == ["training", "replacing"]
+    assert result.steps == batches
+    assert epochs == sorted(epochs)
+    assert len(set(epochs)) >= 3
     assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))

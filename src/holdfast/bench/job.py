@@ -1,5 +1,4 @@
-"""``bench job``: a job of servers and workers on one machine against the plain PyTorch loop, and what it
-costs.
+"""``bench job``: servers and workers on one machine against the plain PyTorch loop, and what they cost.
 
 Both sides take turns: while one runs, the other holds. A job's speed is that of all its workers together,
 over windows that begin and end with every worker between two batches, so that samples are counted exactly.
@@ -7,6 +6,8 @@ over windows that begin and end with every worker between two batches, so that s
 
 from __future__ import annotations
 
+import functools
+import statistics
 import tempfile
 import threading
 import time
@@ -23,12 +24,12 @@ from holdfast.cluster.launch.local import LocalLauncher
 from holdfast.cluster.messages import Status
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.planning import plan_job
-from holdfast.data.reader import Reader
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.tables.lookup import Placer
 from holdfast.training.config import Config, load
 from holdfast.training.readers import build_readers
+from holdfast.training.trainer import Trainer
 
 BATCH = 2048
 MAX_ROWS = 100_000
@@ -37,7 +38,7 @@ PARTS = ("pull", "compute", "push", "transport", "server")
 
 
 def run(report: Report) -> None:
-    """Both presets against plain PyTorch; then 2, 4 and 8 servers; then tables of different sizes."""
+    """Both presets against plain PyTorch; then numbers of servers and sizes of tables; then accuracy."""
     rounds, seconds = (3, 4.0) if report.quick else (9, 8.0)
     report.settings.update(
         batch_size=BATCH, max_rows=MAX_ROWS, rounds=rounds, window_seconds=seconds, optimizer="adagrad",
@@ -45,14 +46,15 @@ def run(report: Report) -> None:
     )  # fmt: skip
     for preset in ("kaggle", "terabyte"):
         _compare(report, preset, rounds, seconds)
-    _servers(report, rounds, seconds)
+    _cpu_of_shapes(report, rounds, seconds)
+    _accuracy(report)
 
 
-def _config(preset: str) -> Config:
+def _config(preset: str, max_rows: int = MAX_ROWS) -> Config:
     return load(
         None,
         [
-            f"model.preset=criteo-{preset}", f"data.max_rows={MAX_ROWS}", f"data.cardinalities={preset}",
+            f"model.preset=criteo-{preset}", f"data.max_rows={max_rows}", f"data.cardinalities={preset}",
             f"batch_size={BATCH}", "data.samples=1000000000", "data.test_samples=1",
         ],
     )  # fmt: skip
@@ -160,33 +162,69 @@ def _compare(report: Report, preset: str, rounds: int, seconds: float) -> None:
     report.figure(f"job.{preset}.samples_per_second", Spread.of(speeds["job"]))
     for part in PARTS:
         report.figure(f"job.{preset}.cpu_ms.{part}", Spread.of([cost[part] for cost in costs]), "a step")
-    least = _least_bytes(config, job.plan, reader)
+    least = _least_bytes(config, job.plan)
     worst = Spread.of([each / least for each in moved])
     name = "job.bytes_over_minimum" if preset == "kaggle" else f"job.{preset}.bytes_over_minimum"
     report.figure(name, worst, "weights in, gradients out, ids once")
 
 
-def _servers(report: Report, rounds: int, seconds: float) -> None:
-    """The processor time of a step with 2, 4 and 8 servers, in turns."""
-    config = _config("kaggle")
-    costs: dict[int, list[float]] = {}
-    jobs = {servers: LiveJob(config, servers) for servers in (2, 4, 8)}
+def _cpu_of_shapes(report: Report, rounds: int, seconds: float) -> None:
+    """The processor time of a step with 2, 4 and 8 servers, and with ten times the rows, in turns."""
+    shapes = {
+        "servers2": (_config("kaggle"), 2),
+        "servers4": (_config("kaggle"), 4),
+        "servers8": (_config("kaggle"), 8),
+        "rows10": (_config("kaggle", 10 * MAX_ROWS), 4),
+    }
+    jobs = {name: LiveJob(config, servers) for name, (config, servers) in shapes.items()}
     try:
 
-        def cost(servers: int) -> float:
-            before, after, _ = jobs[servers].window(seconds)
+        def cost(name: str) -> float:
+            before, after, _ = jobs[name].window(seconds)
             return sum(_cpu_ms(before, after).values())
 
-        sides = {str(servers): (lambda servers=servers: cost(servers)) for servers in jobs}
+        sides = {name: functools.partial(cost, name) for name in jobs}
         interleave(sides, 1)
-        found = interleave(sides, rounds)
-        costs = {int(servers): values for servers, values in found.items()}
+        costs = interleave(sides, rounds)
     finally:
         for job in jobs.values():
             job.close()
-    report.raw["job.servers.cpu_ms"] = costs
-    report.figure("job.servers8_over_servers2.cpu", ratio(costs[8], costs[2]), "processor time of a step")
-    report.figure("job.servers4_over_servers2.cpu", ratio(costs[4], costs[2]))
+    report.raw["job.shapes.cpu_ms"] = costs
+    report.figure(
+        "job.servers8_over_servers2.cpu", ratio(costs["servers8"], costs["servers2"]), "CPU of a step"
+    )
+    report.figure("job.servers4_over_servers2.cpu", ratio(costs["servers4"], costs["servers2"]))
+    rows = {name: _rows_of_a_batch(config) for name, (config, _) in shapes.items()}
+    report.settings["rows_of_a_batch"] = rows
+    touched = rows["rows10"] / rows["servers4"]
+    note = f"tables of up to ten times the rows, of which a batch touches {touched:.2f} times as many"
+    report.figure("job.tables10x.cpu", ratio(costs["rows10"], costs["servers4"]), note)
+
+
+def _rows_of_a_batch(config: Config) -> float:
+    reader, _ = build_readers(config)
+    plan = plan_job(config, servers=4, workers=WORKERS)
+    placer = Placer(plan.groups[0], plan.placement)
+    rows = [placer.place(batch.ids).unique for batch, _ in zip(reader.split(0, 1), range(20), strict=False)]
+    return sum(rows) / len(rows)
+
+
+def _accuracy(report: Report) -> None:
+    """AUC of the reference trainer and of a job on the same seeds."""
+    seeds, samples = (2, 100_000) if report.quick else (5, 600_000)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for seed in range(seeds):
+        config = load(None, [f"data.samples={samples}", f"seed={seed}"])
+        theirs.append(Trainer(config).run().test.auc)
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as name, EventLog(Path(name)) as events:
+            folder = Path(name)
+            plan = plan_job(config, servers=4, workers=WORKERS)
+            ours.append(Runner(plan, LocalLauncher(folder), folder, events).run().auc)
+    report.raw["job.auc"] = {"job": ours, "trainer": theirs}
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    report.figure("job.auc_minus_trainer", Spread.of(differences), f"{seeds} seeds, {samples:,} samples")
+    report.figure("job.trainer_seed_noise", statistics.stdev(theirs), "standard deviation over seeds")
 
 
 def _cpu_ms(before: Status, after: Status) -> dict[str, float]:
@@ -213,11 +251,8 @@ def _bytes_per_step(before: Status, after: Status) -> float:
     return total / (after.steps - before.steps)
 
 
-def _least_bytes(config: Config, plan: JobPlan, reader: Reader) -> float:
-    """What must move for a batch: each different row's weights and gradient, its id once, the network both
-    ways."""
+def _least_bytes(config: Config, plan: JobPlan) -> float:
+    """What must move for a batch: each different row's weights and gradient, its id once, the network
+    twice."""
     tables, network = plan.groups[0], plan.groups[-1]
-    placer = Placer(tables, plan.placement)
-    rows = [placer.place(batch.ids).unique for batch, _ in zip(reader.split(0, 1), range(20), strict=False)]
-    per_batch = sum(rows) / len(rows) * (tables.dim * 8 + 4)
-    return per_batch + 8 * sum(table.rows for table in network.tables) * network.dim
+    return _rows_of_a_batch(config) * (tables.dim * 8 + 4) + 8 * network.rows * network.dim

@@ -107,6 +107,7 @@ class Launcher:
         self._template = template
         self._current: dict[tuple[str, int], Peer] = {}
         self._supervisors = 0
+        self._spares = False
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take a view or a report."""
@@ -119,6 +120,14 @@ class Launcher:
                 self.start(Peer("worker", worker.slot, worker.incarnation))
             for server in message.servers:
                 self.start(Peer("server", server.slot, server.incarnation))
+            self._keep_spares()
+
+    def _keep_spares(self) -> None:
+        """Have one process of each kind wait, its imports behind it, for whoever dies next."""
+        if self.view.phase == "running" and not self._spares:
+            self._spares = True
+            for role in ("server", "worker"):
+                self._engine.warm(role)
 
     def tick(self, now: float) -> None:
         """Say what has ended, again and again, and start the supervisor again if it is among it."""
