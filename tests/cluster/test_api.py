@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast import options as hf_options
 from holdfast.cluster.calls import spread_by
 from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.planning import plan_job
@@ -61,7 +62,17 @@ def test_a_model_and_a_reader_become_what_other_processes_make_again() -> None:
     assert isinstance(test, hf.Synthetic)
     assert (train.part, train.samples, train.seed) == ("train", 4000, 3)
     assert (test.part, test.samples, test.seed, test.table_rows) == ("test", 100_000, 3, train.table_rows)
+    assert (config.checkpoint, config.job.kills) == (None, (hf_options.Kill("worker", 1, 3),))
     assert load(None, [], **msgspec.to_builtins(config)) == config, "config.yaml repeats the run"
+
+
+def test_where_a_job_is_saved() -> None:
+    for given in ("a/b", Path("a/b"), {"path": "a/b", "every_steps": 7}):
+        checkpoint = hf.Job(network(), reader(), checkpoint=given).config.checkpoint
+        assert checkpoint is not None
+        assert (checkpoint.path, checkpoint.every_steps) == ("a/b", 7 if isinstance(given, dict) else None)
+    with pytest.raises(ConfigError, match=r"did you mean checkpoint\.every_steps\?"):
+        hf.Job(network(), reader(), checkpoint={"path": "a", "every_step": 3})
 
 
 def test_what_is_tested_on(tmp_path: Path) -> None:
@@ -114,6 +125,22 @@ def test_what_a_model_by_import_path_lacks_is_said_at_once(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="there is no module no_such_module"):
         hf.Job("no_such_module:build", reader(), run=tmp_path / "r").run()
     assert read_events(tmp_path / "r")[-1]["event"] == "run_failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bind": "tcp://192.168.0.1"}, "without keys anybody who can reach it could read"),
+        ({"bind": "192.168.0.1"}, "is no address"),
+        ({"keys": "nowhere"}, "nowhere/secret.key cannot be read"),
+    ],
+)
+def test_what_is_not_safe_is_refused_before_a_process_starts(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hf.Job(network(), reader(), run=tmp_path / "r", **arguments).run()
+    assert not (tmp_path / "r" / "logs").exists()
 
 
 def gone(pid: int) -> bool:

@@ -71,6 +71,9 @@ class Job:
         engine: where processes run: "local", on this machine.
         bind: the address that processes listen on; any but loopback needs keys.
         keys: the folder of keys (see ``holdfast.cluster.keys``).
+        checkpoint: where to save the job, a folder or a URL; or the keys of the ``checkpoint`` section, such
+            as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job goes on
+            from the newest.
         kill: processes to kill on the way, such as "worker:1@step:200", to see what happens.
     """
 
@@ -95,6 +98,7 @@ class Job:
         engine: Literal["local"] = "local",
         bind: str = "tcp://127.0.0.1",
         keys: str | os.PathLike[str] | None = None,
+        checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         kill: Sequence[str | Kill] = (),
     ) -> None:
         if engine != "local":
@@ -110,6 +114,7 @@ class Job:
                 data=data_section,
                 optimizer={"name": optimizer, "lr": lr},
                 job=job,
+                checkpoint=_checkpoint(checkpoint),
                 batch_size=batch_size,
                 epochs=epochs,
                 max_steps=max_steps,
@@ -249,6 +254,12 @@ def _test_part(data: object, recipe: Recipe) -> Recipe:
     raise ConfigError(
         f"data is a {type(data).__name__}, which has no test part that is known: give test_data"
     )
+
+
+def _checkpoint(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if given is None or isinstance(given, Mapping):
+        return None if given is None else dict(given)
+    return {"path": os.fspath(given)}
 
 
 def _environment() -> dict[str, str]:

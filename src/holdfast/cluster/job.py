@@ -343,15 +343,10 @@ class Runner:
         logs = self.folder / "logs"
         if kind == "server":
             rows = sum(n.figures.rows for n in status.nodes if n.peer == peer)
-            lost = (
-                f"the {rows:,} rows that it held are lost"
-                if rows
-                else "the rows that it was to hold are lost"
-            )
+            held = f"the {rows:,} rows that it held" if rows else "the rows that it was to hold"
             return ServerLost(
-                f"{peer} {text} after {status.steps:,} steps: {lost}, and the job cannot go on without them; "
-                "keep checkpoints of a job, so that it can start again from the last one (protection in "
-                f"memory, with which it would go on, is still to come); logs are in {logs}"
+                f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
+                f"without them; {self._cure(status)} (logs: {logs})"
             )
         if kind == "worker":
             return WorkerFailed(
@@ -359,6 +354,18 @@ class Runner:
                 f"process will get further; its log in {logs} says more"
             )
         return WorkerFailed(f"{peer} failed: {text} (its log is in {logs})")
+
+    def _cure(self, status: Status) -> str:
+        """What to do when rows are lost. Protection that would keep a job going is still to come."""
+        resume = self.plan.resume
+        version = status.versions[-1] if status.versions else resume.version if resume else None
+        if version is not None:
+            return f"start it again, and it goes on from its last checkpoint, version {version}"
+        if self.plan.saving is not None:
+            return "it had not saved a checkpoint yet: start it again, and lower checkpoint.every_steps"
+        return (
+            "set checkpoint.path and checkpoint.every_steps, so that it can start again from the last version"
+        )
 
 
 class _Clock:

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.filesize import decimal
+
 from holdfast.cluster.messages import Evaluation, Happening, NodeStatus, Peer, Role, Status
 from holdfast.events import EventLog
 from holdfast.training.config import Config
@@ -61,13 +63,14 @@ class Reports:
         self._events = events
         self._speeds: dict[Peer | None, _Speed] = {}
         self._done: dict[int, float] = {}
-        self._seen = 0.0
+        self._seen: set[tuple[float, str]] = set()
         self._reported = 0
 
     def note(self, status: Status) -> JobProgress:
         """Take the next report."""
-        news = tuple(happening for happening in status.happened if happening.at > self._seen)
-        self._seen = max((happening.at for happening in news), default=self._seen)
+        # Not by their time alone: the supervisor's report of an event may come behind a later one of ours.
+        news = tuple(h for h in status.happened if (h.at, h.event) not in self._seen)
+        self._seen |= {(h.at, h.event) for h in news}
         (speed,) = self._speed(None, status.samples)
         progress = JobProgress(
             step=status.steps,
@@ -153,21 +156,29 @@ def tell(happening: Happening) -> str | None:
     """An event in words, for those that a person wants to see."""
     figures = happening.figures
     who = f"{figures.get('role', 'worker')} {figures.get('slot')}"
+    text = None
     match happening.event:
         case "killed":
-            return f"killing {who} at step {figures['step']:,}, as asked"
+            text = f"killing {who} at step {figures['step']:,}, as asked"
         case "worker_lost":
-            return f"{who} {figures['reason']}"
+            text = f"{who} {figures['reason']}"
         case "worker_started" if figures["incarnation"] > 1:
-            return (
+            text = (
                 f"{who} was replaced: process {figures['incarnation']} in its place goes on behind its batch "
                 f"{figures['sequence']:,}"
             )
         case "process_started" if figures["role"] == "supervisor":
-            return "the supervisor was started again"
+            text = "the supervisor was started again"
         case "test":
-            return (
+            text = (
                 f"test at step {figures['step']:,}: AUC {figures['auc']:.4f}, "
                 f"log loss {figures['log_loss']:.4f}"
             )
-    return None
+        case "checkpoint_saved":
+            text = (
+                f"saved version {figures['version']:,} at step {figures['step']:,}: "
+                f"{decimal(figures['bytes'])}"
+            )
+        case "checkpoint_failed" | "checkpoint_damaged":
+            text = f"{happening.event.replace('_', ' ')}: {figures['error']}"
+    return text

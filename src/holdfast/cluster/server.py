@@ -300,11 +300,9 @@ def _warm_up(plan: JobPlan) -> None:
     for group in plan.groups:
         shard = GroupShard(replace(group, tables=(TablePlan("few", 3),)), Placement(1), 0, 0)
         zeros = bytes(3 * 4 * group.dim)
-        # Small frames come as bytes, large ones as ZeroMQ's memory. For arrays that are read-only, other code
-        # is compiled.
-        for kind in (bytes, bytearray):
-            places = as_array(kind(few), np.uint32, (3,))
-            values = as_array(kind(zeros), np.float32, (3, group.dim))
-            shard.install(places, values)
-            shard.push(places, values)
-            shard.pull(places)
+        # As they come in messages: for arrays of another kind, other code would be compiled.
+        places = as_array(few, np.uint32, (3,))
+        values = as_array(zeros, np.float32, (3, group.dim))
+        shard.install(places, values)
+        shard.push(places, values)
+        shard.pull(places)

@@ -32,6 +32,10 @@ def summary(result: JobResult) -> list[str]:
     ]
     if result.workers_replaced:
         lines.append(f"{_times(result.workers_replaced, 'worker')} replaced; every batch counted once")
+    if result.versions:
+        saved = _times(len(result.versions), "checkpoint")
+        lines.append(f"{saved} saved, the last as version {result.versions[-1]:,}")
+    lines += [f"a checkpoint could not be saved: {error}" for error in result.save_errors]
     lines += [f"kill {kill} did not happen: the job had ended" for kill in result.kills_missed]
     if result.bad_lines:
         lines.append(f"{_times(result.bad_lines, 'bad line')} skipped: the workers' logs name the first")

@@ -295,11 +295,13 @@ def _section_of(hint: Any, value: Any, name: str) -> type[Struct] | None:
 
 
 def _nearest(key: str, section: type[Struct], prefix: str) -> str:
+    # A key of this name in another kind of this section would be no help.
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_keys() if name != f"{prefix}{key}"}
+    if key in everywhere and not prefix:
+        return f"; did you mean {everywhere[key]}?"
     here = difflib.get_close_matches(str(key), section.__struct_fields__, n=1, cutoff=0.5)
     if here:
         return f"; did you mean {prefix}{here[0]}?"
-    # A key of this name in another kind of this section would be no help.
-    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_keys() if name != f"{prefix}{key}"}
     elsewhere = difflib.get_close_matches(str(key), everywhere, n=1, cutoff=0.7)
     if elsewhere:
         return f"; did you mean {everywhere[elsewhere[0]]}?"
