@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +29,16 @@ COMPUTE_SECONDS = 0.02
 START_SECONDS = 0.5
 
 
-def counting_plan(*, servers: int, workers: int, atomic: bool, staleness: int = 1) -> JobPlan:
+def counting_plan(
+    *, servers: int, workers: int, atomic: bool, staleness: int = 1, rows: int = ROWS
+) -> JobPlan:
     """A job whose rows count the batches that touched them."""
     count = OptimizerPlan(name="sgd", lr=-1.0)
     groups = (
         GroupPlan(
             name="a",
             dim=1,
-            tables=(TablePlan("a", ROWS),),
+            tables=(TablePlan("a", rows),),
             optimizer=count,
             initial="installed",
         ),
@@ -55,12 +58,17 @@ def counting_plan(*, servers: int, workers: int, atomic: bool, staleness: int = 
     )
 
 
-def rows_of(batch: int) -> list[NDArray[np.int64]]:
+def rows_of(plan: JobPlan, batch: int) -> list[NDArray[np.int64]]:
     """The rows of each group that a batch counts for, all different."""
+    return _rows_of(batch, *(group.rows for group in plan.groups))
+
+
+@cache
+def _rows_of(batch: int, first: int, second: int) -> list[NDArray[np.int64]]:
     random = np.random.default_rng(batch)
     return [
-        random.choice(ROWS, ROWS_OF_A_BATCH, replace=False),
-        random.choice(7, random.integers(0, 3), replace=False),
+        random.choice(first, ROWS_OF_A_BATCH, replace=False),
+        random.choice(second, random.integers(0, 3), replace=False),
     ]
 
 
@@ -68,7 +76,7 @@ def counts(plan: JobPlan, batches: Sequence[int]) -> list[NDArray[np.float32]]:
     """What each row is to be when exactly these batches have counted."""
     expected = [np.zeros(group.rows, np.float32) for group in plan.groups]
     for batch in batches:
-        for group, rows in enumerate(rows_of(batch)):
+        for group, rows in enumerate(rows_of(plan, batch)):
             expected[group][rows] += 1
     return expected
 
@@ -98,11 +106,14 @@ class Copies:
 class SimWorker:
     """A worker whose computing takes virtual time."""
 
-    def __init__(self, me: Peer, plan: JobPlan, network: Network, batches: int) -> None:
+    def __init__(
+        self, me: Peer, plan: JobPlan, network: Network, batches: int, compute_seconds: float
+    ) -> None:
         self.me = me
         self.machine = Worker(me, plan, self._first_values)
         self.outbox = self.machine.outbox
         self._plan, self._network, self._batches = plan, network, batches
+        self._seconds = compute_seconds
         self._next: int | None = None
 
     def receive(self, envelope: Envelope, now: float) -> None:
@@ -137,7 +148,7 @@ class SimWorker:
             machine.feed(self._item(self._next), now)
             self._next += self._plan.workers
         if machine.take() is not None:
-            self._network.at(now + COMPUTE_SECONDS, self._computed)
+            self._network.at(now + self._seconds, self._computed)
 
     def _is_done(self, batch: int) -> bool:
         """Whether a run that this one goes on from has trained on it."""
@@ -149,7 +160,7 @@ class SimWorker:
         if self._network.nodes.get(self.me) is not self:
             return
         if self._network.paused(self.me):
-            self._network.at(self._network.now + COMPUTE_SECONDS, self._computed)
+            self._network.at(self._network.now + self._seconds, self._computed)
             return
         item = self.machine._computing
         assert item is not None
@@ -162,7 +173,7 @@ class SimWorker:
         self._network.flush(self)
 
     def _item(self, batch: int) -> Item:
-        return Item(Position(0, batch), [self._spread(rows) for rows in rows_of(batch)], batch, 1)
+        return Item(Position(0, batch), [self._spread(rows) for rows in rows_of(self._plan, batch)], batch, 1)
 
     def _spread(self, rows: NDArray[np.int64]) -> Spread:
         placement = self._plan.placement
@@ -217,6 +228,7 @@ class Cluster:
     storage: MemoryStorage = field(default_factory=MemoryStorage)
     server_class: type[Server] = Server
     supervisor_class: type[Supervisor] = Supervisor
+    compute_seconds: float = COMPUTE_SECONDS
 
     def __post_init__(self) -> None:
         self.network = Network(self.seed, self.weather)
@@ -246,7 +258,8 @@ class Cluster:
 
     def start_worker(self, slot: int, incarnation: int) -> None:
         """A process takes its time to come up."""
-        worker = SimWorker(Peer("worker", slot, incarnation), self.plan, self.network, self.batches)
+        peer = Peer("worker", slot, incarnation)
+        worker = SimWorker(peer, self.plan, self.network, self.batches, self.compute_seconds)
         self.network.at(self.network.now + START_SECONDS, lambda: self.network.add(worker))
 
     def kill_worker(self, slot: int, *, noticed: bool) -> None:

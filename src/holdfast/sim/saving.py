@@ -119,6 +119,7 @@ class SavedCluster(Cluster):
 
     server_files: Callable[[], Files] = QuickFiles
     supervisor_files: Callable[[], Files] = QuickFiles
+    compute_seconds: float = 0.05
     keepers: list[Versions] = field(default_factory=list)
 
     def give_saver(self, server: Server) -> None:

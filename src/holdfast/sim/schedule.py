@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from holdfast.cluster.messages import Peer
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transport.memory import Weather
-from holdfast.sim.cluster import Cluster, counting_plan
+from holdfast.sim.cluster import ROWS, Cluster, counting_plan
 
 KINDS = ("kill", "silence", "pause", "zombie", "link", "supervisor", "cut")
 
@@ -26,13 +26,14 @@ class Outcome:
     messages: Counter[str] = field(default_factory=Counter)
 
 
-def plan_of(seed: int) -> JobPlan:
+def plan_of(seed: int, rows: int = ROWS) -> JobPlan:
     """Shapes of jobs in turn: numbers of servers and workers, one or two phases, staleness."""
     return counting_plan(
         servers=(1, 2, 3, 4)[seed % 4],
         workers=(2, 1, 3)[seed // 4 % 3],
         atomic=seed % 2 == 0,
         staleness=(1, 0, 2)[seed // 2 % 3],
+        rows=rows,
     )
 
 
