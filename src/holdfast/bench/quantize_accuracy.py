@@ -72,12 +72,13 @@ CONTROL = Cell(None, 3)
 
 
 def run(report: Report) -> None:
-    """All cells for a few seeds, and those that ``AutoBits`` picks for more."""
+    """The cells that ``AutoBits`` picks for all seeds, and all cells for the last two."""
     if report.quick:
         seeds = {0: (CONTROL, *DIAGONAL[:3]), 1: DIAGONAL[:3], 2: DIAGONAL[:3]}
         measure(report, [Part("", Size(steps=300, test_samples=100_000), seeds)])
         return
-    seeds = {0: (CONTROL, *ALL_CELLS), 1: ALL_CELLS} | dict.fromkeys(range(2, 20), DIAGONAL)
+    # What matters most comes first: it stands, too, if the bench is stopped.
+    seeds = dict.fromkeys(range(18), DIAGONAL) | {18: (CONTROL, *ALL_CELLS), 19: ALL_CELLS}
     learning = Size(steps=1500, batch=2048)
     measure(report, [Part("", Size(), seeds), Part("learning.", learning, dict.fromkeys(range(4), DIAGONAL))])
 
