@@ -285,9 +285,11 @@ def _stop_on_signals() -> Iterator[list[int]]:
         signal.signal(number, before[number])
 
     if threading.current_thread() is threading.main_thread():  # others are not told of signals
-        before |= {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # None: a handler that Python did not set, and cannot set again.
+            before[number] = signal.signal(number, handle) or signal.SIG_DFL
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)

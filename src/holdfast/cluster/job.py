@@ -277,8 +277,6 @@ class Runner:
             self._pass_time(launcher, transport)
             status = launcher.status
             if status is not None and status is not seen:
-                if status.steps and not (seen and seen.steps):
-                    self.engine.warm("worker")  # who takes the place of one that dies
                 seen = status
                 clock.note(status)
                 on_status(self._with_happenings(status))
