@@ -288,15 +288,24 @@ class Runner:
             rows = sum(n.figures.rows for n in status.nodes if n.peer == peer)
             return ServerLost(
                 f"{peer} {text} after {status.steps:,} steps: the {rows:,} rows that it held are lost, and "
-                "nothing protects them; give the job a checkpoint to start again from, or protection that "
-                f"survives a server (logs: {logs})"
+                f"nothing protects them; {self._way_out(status)} (logs: {logs})"
             )
         if kind == "worker":
             return WorkerFailed(
                 f"{peer} {text}, for the {self.plan.most_deaths + 1}th time at the same batch: no other "
                 f"process will get further; its log in {logs} says more"
             )
-        return WorkerFailed(f"{peer} failed: {text} (its log is in {logs})")
+        kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
+        return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
+
+    def _way_out(self, status: Status) -> str:
+        """What to do about a server that is lost."""
+        if self.plan.saving is None:
+            return "give the job a checkpoint to start again from, or protection that survives a server"
+        if not status.versions and self.plan.resume is None:
+            return "no version had been saved: start the job again, and save more often"
+        version = status.versions[-1] if status.versions else self.plan.resume and self.plan.resume.version
+        return f"start the job again: it goes on from version {version} in {self.plan.saving.config.path}"
 
 
 class _Clock:
