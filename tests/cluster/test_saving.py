@@ -17,6 +17,7 @@ from holdfast.checkpoint.store.local_files import Files
 from holdfast.checkpoint.verify import verify_versions
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.resuming import find_resume
+from holdfast.cluster.stored import encoder_of
 from holdfast.cluster.transport.memory import CALM, Weather
 from holdfast.errors import CorruptCheckpoint, ModelMismatch
 from holdfast.sim.cluster import counting_plan
@@ -237,6 +238,24 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = with_first(optimizer=msgspec.structs.replace(first.optimizer, name="adagrad"))
     with pytest.raises(ModelMismatch, match=r"expected 400 rows of weight \(1 F32\), optim.sum \(1 F32\)"):
         resumed(other)
+
+
+def test_quantized_rows_of_all_servers_go_by_one_codec(tmp_path: Path) -> None:
+    """Rows of equal numbers lose nothing, so every version must still be exact."""
+    plan = job(servers=3, workers=2, atomic=True)
+    wide = msgspec.structs.replace(plan.groups[0], dim=16)
+    plan = msgspec.structs.replace(plan, groups=(wide, plan.groups[1]))
+    plan = saved_plan(plan, config(tmp_path, quantize=4))
+    run(plan)
+    check(plan)
+    again = resumed(plan)
+    assert again.resume is not None
+    assert again.resume.continues
+    assert again.resume.restores == 1
+    with open_store(str(tmp_path / "store"), create=False) as store:
+        era = read_newest(store).eras[-1]
+    assert era.decoded_groups() == encoder_of(plan).stored
+    assert era.decoded_groups()[0].is_coded
 
 
 def test_saves_that_come_too_soon_are_left_out_or_wait(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import ConfigError
+from holdfast.options import Policy
 from holdfast.training.config import Config, CriteoConfig, ModelConfig, SyntheticConfig, load, to_yaml
+from holdfast.training.saving import CheckpointConfig
+from holdfast.training.trainer import Trainer
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -33,6 +37,17 @@ def test_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     assert load(write(tmp_path, to_yaml(config))) == config
 
 
+def test_checkpoints_are_a_policy_with_a_path(tmp_path: Path) -> None:
+    config = load(None, ["checkpoint.path=run1", "checkpoint.every_steps=5", "checkpoint.quantize=auto"])
+    assert config.checkpoint is not None
+    assert config.checkpoint.policy == Policy(every_steps=5, quantize="auto")
+    assert load(write(tmp_path, to_yaml(config))) == config
+    options = {field.name for field in dataclasses.fields(Policy)}
+    assert {*CheckpointConfig.__struct_fields__} == {"path", *options}
+    with pytest.raises(ConfigError, match="only jobs are saved by it"):
+        Trainer(config)
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("2E+4", 2e4), (".5e1", 5.0), ("3", 3.0)])
 def test_numbers_as_people_write_them(text: str, value: float) -> None:
     assert load(None, [f"optimizer.lr={text}"]).optimizer.rate == value
@@ -58,6 +73,9 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("optimizer.lr=-1", r"optimizer\.lr: expected"),
         ("optimizer.name=sdg", r"optimizer\.name: invalid enum value 'sdg'"),
         ("optimizer=sgd", r"optimizer: expected `object`"),
+        ("checkpoint.every_steps=5", r"checkpoint: object missing required field `path`"),
+        ("checkpoint.every=5", r"no key checkpoint\.every"),
+        ("checkpoint={path: a, keep: 0}", r"checkpoint\.keep: expected `int` >= 1"),
         ("optimizer.lr.x=1", r"no key|not a section|expected"),
         ("model.preset=criteo", r"model\.preset: invalid"),
         ("model.dim=8", r"model\.bottom ends in 16 but model\.dim is 8"),

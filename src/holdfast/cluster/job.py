@@ -351,7 +351,8 @@ class Runner:
                 f"{peer} {text}, for the {self.plan.most_deaths + 1}th time at the same batch: no other "
                 f"process will get further; its log in {logs} says more"
             )
-        return WorkerFailed(f"{peer} failed: {text} (its log is in {logs})")
+        kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
+        return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
 
     def _cure(self, status: Status) -> str:
         """What to do when rows are lost. Protection that would keep a job going is still to come."""

@@ -64,6 +64,7 @@ class _Save:
     """Of the servers: one that was replaced has no part of it."""
     stage: Stage = "cutting"
     cut: Cut | None = None
+    hold_seconds: float = 0.0
     answers: dict[int, _Answer] = field(default_factory=dict)
     asked: dict[int, float] = field(default_factory=dict)
 
@@ -260,7 +261,7 @@ class Versions:
         if save.incarnations != tuple(s.incarnation for s in supervisor.servers):
             self._drop("a server was replaced meanwhile")
         elif save.stage == "cutting":
-            self._advance_cutting(save, supervisor)
+            self._advance_cutting(save, supervisor, now)
         elif save.stage in ("collecting", "tidying"):
             self._advance_asking(save, supervisor, now)
         elif self._outcome is not None and self._outcome.done:
@@ -269,11 +270,12 @@ class Versions:
         if self._save is not None and self._save.stage != "cutting" and self._is_due(supervisor, now):
             self._skip(supervisor, now)
 
-    def _advance_cutting(self, save: _Save, supervisor: Supervisor) -> None:
+    def _advance_cutting(self, save: _Save, supervisor: Supervisor, now: float) -> None:
         made = [c for c in supervisor.cuts_made if c.version == save.version]
         supervisor.cuts_made.clear()
         if made:
             save.cut = made[0]
+            save.hold_seconds = now - save.began
             save.stage = "collecting"
         elif supervisor.cut is None or supervisor.cut.version != save.version:
             # The job was told to end meanwhile, and is saved when it has.
@@ -336,6 +338,7 @@ class Versions:
             **figures,
             rows=version.rows,
             bytes=version.bytes,
+            hold_seconds=save.hold_seconds,
             write_seconds=slowest,
             seconds_taken=now - save.began,
         )
