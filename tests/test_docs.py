@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.training.config import JobConfig
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -20,6 +22,25 @@ def test_the_complete_example_of_checkpointing(tmp_path: Path, monkeypatch: pyte
     for _ in range(2):  # the second start finds that all is done
         exec(compile(smaller, "checkpointing.md", "exec"), {"__name__": "example"})  # noqa: S102
         assert len(list((tmp_path / "run1" / "dense").iterdir())) == 2
+
+
+def test_the_first_example_of_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = re.findall(r"```python\n(.*?)```", (DOCS / "jobs.md").read_text(), re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    smaller = example.replace("1_000_000", "30_000").replace("=2048", "=100")
+    assert smaller.count("30_000") == smaller.count("=100,") == 1
+    exec(compile(smaller, "jobs.md", "exec"), {"__name__": "example"})  # noqa: S102
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert {"starting 0 0%", "stopping 300 100%"} <= set(shown)
+    assert last.endswith(" 300 1")
+
+
+def test_every_key_of_a_job_is_documented() -> None:
+    keys = {f"job.{name}" for name in JobConfig.__struct_fields__}
+    assert keys <= set(re.findall(r"`(job\.\w+)`", (DOCS / "jobs.md").read_text()))
+    assert keys <= set(re.findall(r"`(job\.\w+)`", (DOCS / "training.md").read_text()))
 
 
 def test_links_lead_somewhere() -> None:

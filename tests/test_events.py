@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from holdfast.events import EventLog, read_events
@@ -20,3 +21,14 @@ def test_events_are_on_disk_as_soon_as_they_happen(tmp_path: Path) -> None:
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: object) -> None:
     EventLog(None).emit("one")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_who_write_to_a_log_count_from_the_start_of_the_run(tmp_path: Path) -> None:
+    first = EventLog(tmp_path)
+    first.emit("one")
+    time.sleep(0.2)
+    second = EventLog(tmp_path)
+    second.emit("two")
+    first.emit("three")
+    one, two, three = (event["seconds"] for event in read_events(tmp_path))
+    assert one + 0.19 <= two <= three + 0.01, "clocks of two kinds"

@@ -36,6 +36,8 @@ from holdfast.options import AutoBits, Chunked, Differential, Full, Incremental,
 if TYPE_CHECKING:
     from holdfast.checkpoint.api import Checkpointer
     from holdfast.checkpoint.quantized import QuantizedRows, quantize
+    from holdfast.cluster.api import Job
+    from holdfast.cluster.job import JobResult
     from holdfast.data.criteo import Criteo
     from holdfast.data.reader import Batch, Reader
     from holdfast.data.synthetic import Synthetic
@@ -51,6 +53,8 @@ _HOMES = {
     "DLRM": "holdfast.models.dlrm",
     "DeepFM": "holdfast.models.deepfm",
     "PNN": "holdfast.models.pnn",
+    "Job": "holdfast.cluster.api",
+    "JobResult": "holdfast.cluster.job",
     "QuantizedRows": "holdfast.checkpoint.quantized",
     "Reader": "holdfast.data.reader",
     "Recommender": "holdfast.models.recommender",
@@ -77,7 +81,9 @@ __all__ = [
     "Full",
     "HoldfastError",
     "Incremental",
+    "Job",
     "JobFailed",
+    "JobResult",
     "ModelMismatch",
     "NoSuchVersion",
     "ObjectMissing",

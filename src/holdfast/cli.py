@@ -5,6 +5,9 @@ Exit codes: 0 done; 1 an error that a sentence on stderr explains; 2 wrong usage
 
 from __future__ import annotations
 
+import json as json_
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,7 +43,10 @@ def _root(
     pass
 
 
-@app.command(epilog="Example: holdfast train --set data.samples=200000 --set model.architecture=deepfm")
+@app.command(
+    epilog="Examples: holdfast train --set data.samples=200000 --set model.architecture=deepfm; "
+    "holdfast train --servers 4 --workers 2 --kill worker:1@step:200"
+)
 def train(
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="What to train; all keys have defaults.")
@@ -53,15 +59,41 @@ def train(
     run: Annotated[
         str | None, typer.Option(help="The run's folder; a new one under runs/ by default.")
     ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="Processes that hold the tables; without any, train in this process.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that compute, with --servers; 2 by default.")
+    ] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE:SLOT@step:N", help="Kill a process at a step to see what happens; repeatable."
+        ),
+    ] = None,
 ) -> None:
-    """Train a recommendation model in this process."""
+    """Train a recommendation model: in this process, or with --servers in many."""
     # Importing torch takes seconds: only commands that need it do.
-    from holdfast.training import session  # noqa: PLC0415
     from holdfast.training.config import load  # noqa: PLC0415
 
-    outcome = session.run(load(config, set_ or [], seed=seed, run=run), Console())
-    if outcome.signal is not None:
-        raise typer.Exit(128 + outcome.signal)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where models and readers of the user's are, as with python -m
+    job = {"servers": servers, "workers": workers, "kill": kill}
+    overrides = [f"job.{key}={json_.dumps(value)}" for key, value in job.items() if value is not None]
+    loaded = load(config, [*(set_ or []), *overrides], seed=seed, run=run)
+    if loaded.job.servers:
+        from holdfast.cluster import session as jobs  # noqa: PLC0415
+
+        try:
+            stopped_by = jobs.run(loaded, Console()).signal
+        except KeyboardInterrupt:  # the second one
+            stopped_by = signal.SIGINT
+    else:
+        from holdfast.training import session  # noqa: PLC0415
+
+        stopped_by = session.run(loaded, Console()).signal
+    if stopped_by is not None:
+        raise typer.Exit(128 + stopped_by)
 
 
 @app.command(epilog="Example: holdfast bench train --quick --json figures.json")

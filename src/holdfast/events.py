@@ -18,14 +18,16 @@ import msgspec
 class EventLog:
     """Appends events to ``events.jsonl`` in a run's folder; without a folder it keeps none.
 
-    Every event has ``time`` (Unix seconds), ``seconds`` since the log was opened, and ``event``, its
-    name. Floats that JSON cannot hold (NaN, infinities) are written as null.
+    Every event has ``time`` (Unix seconds), ``seconds`` since the run started, and ``event``, its name.
+    Floats that JSON cannot hold (NaN, infinities) are written as null. Several processes may write to one
+    log: each line is one write at the file's end, and all count seconds from the first event in it.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._started = time.monotonic()
         self._file: BinaryIO | None = None
         if folder is not None:
+            self._started -= _age(folder / "events.jsonl")
             self._file = open(folder / "events.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def emit(self, event: str, /, **figures: Any) -> None:
@@ -49,6 +51,17 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _age(path: Path) -> float:
+    """How long ago the run started whose log this is; 0 if it starts now."""
+    try:
+        with open(path, "rb") as file:
+            first = msgspec.json.decode(file.readline())
+    except (FileNotFoundError, msgspec.DecodeError):
+        return 0.0
+    started: float = first["time"] - first["seconds"]
+    return max(0.0, time.time() - started)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

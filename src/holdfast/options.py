@@ -27,11 +27,16 @@ class Differential:
     Args:
         baseline: "one-shot" keeps the first full version for good; "intermittent" writes a new one when
             the rows changed since the last are expected to cost more than that.
+        extra_writes: where ``keep`` deletes old versions, a new full one ("intermittent") comes earlier, so
+            that less lies in the store, if that is expected to add at most this share to what is written.
+            0 is Check-N-Run's own rule.
     """
 
     baseline: Literal["one-shot", "intermittent"] = "intermittent"
+    extra_writes: float = 0.2
 
     def __post_init__(self) -> None:
+        _at_least("extra_writes", self.extra_writes, 0)
         if self.baseline not in ("one-shot", "intermittent"):
             raise ConfigError(f"baseline is {self.baseline!r}: expected 'one-shot' or 'intermittent'")
 
@@ -62,6 +67,7 @@ class Chunked:
             rows is in the older one ("2d").
         reset: "auto" writes a new full version when that is expected to save more time at a restore than
             it costs to write (IncrCP's rule); "never" keeps the first for good.
+        extra_writes: as in ``Differential`` ("rounds" with "auto").
     """
 
     layout: Literal["rounds", "2d"] = "rounds"
@@ -69,6 +75,7 @@ class Chunked:
     dead_fraction: float = 0.15
     threshold: float = 0.02
     reset: Literal["auto", "never"] = "auto"
+    extra_writes: float = 0.2
 
     def __post_init__(self) -> None:
         if self.layout not in ("rounds", "2d"):
@@ -76,6 +83,7 @@ class Chunked:
         if self.reset not in ("auto", "never"):
             raise ConfigError(f"reset is {self.reset!r}: expected 'auto' or 'never'")
         _at_least("round_versions", self.round_versions, 1)
+        _at_least("extra_writes", self.extra_writes, 0)
         if not 0 <= self.dead_fraction < 1 or not 0 <= self.threshold < 1:
             raise ConfigError("dead_fraction and threshold are shares: expected 0 to 1")
 
@@ -151,7 +159,8 @@ class Policy:
             full precision: only a restore gives back rounded weights.
         quantize_state: store optimizer states that have an entry a row in 16 bits (bfloat16: off by 0.4 % at
             most) or 8 (in logarithmic steps: off by 4.4 %, momentum by 9 %). None stores them as they are.
-        background_share: how much of a processor's time quantizing may take while training goes on.
+        background_share: how much of a processor's time quantizing, and writing what was quantized, may take
+            while training goes on.
     """
 
     every_steps: int | None = None
@@ -188,6 +197,11 @@ class Policy:
         if not 0 < self.background_share <= 1:
             raise ConfigError(f"background_share is {self.background_share!r}: expected above 0, at most 1")
 
+    @property
+    def keeps_few(self) -> bool:
+        """Whether versions are deleted as new ones come, so that what the newest needs is what is stored."""
+        return self.keep is not None and self.keep_every is None and self.keep_seconds is None
+
     def bits_of(self, table: str) -> int | AutoBits | None:
         """What ``quantize`` says of a table."""
         if isinstance(self.quantize, Mapping):
@@ -195,3 +209,39 @@ class Policy:
         else:
             wish = self.quantize
         return AutoBits() if wish == "auto" else wish
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A process of a job that is killed (SIGKILL) when the job has done so many steps.
+
+    Args:
+        role: which kind of process.
+        slot: which one of them, from 0.
+        step: when; the job looks a few times a second, so it is some steps later.
+    """
+
+    role: Literal["server", "worker"]
+    slot: int
+    step: int
+
+    @classmethod
+    def parse(cls, text: str) -> Kill:
+        """Read one that is written ``server:2@step:300``; ConfigError if it is none."""
+        who, _, when = text.partition("@")
+        role, _, slot = who.partition(":")
+        what, _, step = when.partition(":")
+        if role not in ("server", "worker") or what != "step" or not (slot.isdecimal() and step.isdecimal()):
+            raise ConfigError(f"kill {text!r}: expected ROLE:SLOT@step:N, such as server:2@step:300")
+        return cls("server" if role == "server" else "worker", int(slot), int(step))
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.slot}@step:{self.step}"
+
+    def check(self, servers: int, workers: int) -> None:
+        """ConfigError unless a job of so many servers and workers has such a process."""
+        count = servers if self.role == "server" else workers
+        if self.slot >= count:
+            raise ConfigError(
+                f"kill {self}: the job has {count} {self.role}s, expected one of 0 to {count - 1}"
+            )

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from holdfast.bench import quantize_accuracy
+from holdfast.bench.accuracy_runs import PLAIN, Cell, Run, Scores, Size, results
 from holdfast.bench.harness import Report, Spread
 from holdfast.bench.quantize_accuracy import (
+    CONTROL,
     DIAGONAL,
-    Size,
+    Part,
     mean_with_interval,
     measure,
     report_losses,
@@ -31,8 +37,10 @@ def test_auto_picks_the_papers_bits() -> None:
 
 
 def test_raw_restores_change_nothing_and_rounded_ones_do(report: Report) -> None:
-    measure(report, TINY, {0: [(2, 1), (8, 3)], 1: [(2, 1), (8, 3)]})
+    cells = (Cell(2, 1), Cell(8, 3))
+    measure(report, [Part("", TINY, {0: (CONTROL, *cells), 1: cells})], workers=1)
     assert report.figures["raw.restores3.auc_loss_percent"] == 0
+    assert report.figures["raw.restores3.lifetime_auc_loss_percent"] == 0
     assert report.figures["bits2.restores1.auc_loss_percent"] != 0
     assert report.figures["auto.1.auc_loss_percent"] == report.figures["bits2.restores1.auc_loss_percent"]
     spread = report.spreads["bits8.restores3.auc_loss_percent"]
@@ -41,11 +49,58 @@ def test_raw_restores_change_nothing_and_rounded_ones_do(report: Report) -> None
     report.to_json()
 
 
+def test_processes_give_the_same_scores() -> None:
+    runs = Part("", TINY, {0: (Cell(4, 3),)}).runs()
+    assert dict(results(runs, workers=2)) == dict(results(runs, workers=1))
+
+
 def test_losses_are_relative_and_paired(report: Report) -> None:
-    aucs = {0: {(None, 0): 0.8, (2, 1): 0.796}, 1: {(None, 0): 0.5, (2, 1): 0.505}}
-    report_losses(report, aucs)
+    part = Part("", TINY, {0: (Cell(2, 1),), 1: (Cell(2, 1),)})
+    scores = {
+        Run("", TINY, seed, cell).name: Scores(test, 0.5)
+        for seed, cell, test in [(0, PLAIN, 0.8), (0, (2, 1), 0.796), (1, PLAIN, 0.5), (1, (2, 1), 0.505)]
+        for cell in [Cell(*cell)]
+    }
+    report_losses(report, part, scores)
     assert report.raw["bits2.restores1.auc_loss_percent.by_seed"] == pytest.approx([0.5, -1.0])
     assert report.figures["auto.1.auc_loss_percent"] == pytest.approx(-0.25)
+    assert report.figures["auto.1.lifetime_auc_loss_percent"] == 0
+
+
+def test_an_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[str] = []
+
+    def some(runs: Sequence[Run], workers: int | None) -> Iterator[tuple[Run, Scores]]:
+        for run in runs:
+            if len(trained) == stop_after:
+                raise KeyboardInterrupt
+            trained.append(run.name)
+            yield run, Scores(0.8, 0.7)
+
+    def start(parts: Sequence[Part]) -> None:
+        report = Report(
+            "quantize-accuracy", False, Console(file=io.StringIO()), json_path=tmp_path / "f.json"
+        )
+        measure(report, parts)
+        report.save()
+
+    monkeypatch.setattr(quantize_accuracy, "results", some)
+    parts = [Part("", TINY, {0: DIAGONAL, 1: DIAGONAL})]
+    stop_after = 7
+    with pytest.raises(KeyboardInterrupt):
+        start(parts)
+    stop_after = -1
+    start(parts)
+    assert len(trained) == len(set(trained)) == 10
+    start(parts)  # what is finished is measured anew
+    assert len(trained) == 20
+
+    stop_after = 23
+    with pytest.raises(KeyboardInterrupt):
+        start(parts)
+    stop_after = -1
+    start([Part("", replace(TINY, steps=31), {0: DIAGONAL, 1: DIAGONAL})])  # so is what is another bench
+    assert len(trained) == 33
 
 
 def test_interval_is_students() -> None:

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import rounds
 from holdfast.testing.crash import CrashState, Journal, RecordingFiles, crash_states, materialise
 from tests.checkpoint.lineage import (
+    QUANTIZED,
     STRATEGIES,
+    WITH_QUANTIZED,
     Lineage,
     QuickFiles,
     check_no_leftovers,
@@ -43,9 +46,9 @@ def saved(journal: Journal, before: list[int], version: int) -> list[int]:
     return kept
 
 
-def work(root: Path, strategy: Any, journal: Journal) -> None:
+def work(root: Path, policy: hf.Policy, journal: Journal) -> None:
     """Three processes: saves, rounds, a new baseline, versions that retention or the user deletes."""
-    policy = hf.Policy(strategy=strategy, keep=KEEP, keep_every=KEEP_EVERY)
+    policy = replace(policy, keep=KEEP, keep_every=KEEP_EVERY)
     versions: list[int] = []
     for process in range(3):
         with LocalStore(root, create=True, files=RecordingFiles(journal)) as store, store.lock_writer():
@@ -70,14 +73,14 @@ def work(root: Path, strategy: Any, journal: Journal) -> None:
     assert len(versions) == KEEP + 1
 
 
-def states(journal: Journal, every: bool, seed: int) -> Iterator[CrashState]:
+def states(journal: Journal, every: bool, seed: int, in_suite: int = STATES_IN_SUITE) -> Iterator[CrashState]:
     """All of them, or some from everywhere."""
     found = crash_states(journal, mixed=3 if every else 1, seed=seed)
     if every:
         yield from found
         return
     listed = list(found)
-    chosen = sorted(random.Random(seed).sample(range(len(listed) - 1), STATES_IN_SUITE))
+    chosen = sorted(random.Random(seed).sample(range(len(listed) - 1), in_suite))
     yield from (listed[i] for i in (*chosen, -1))
 
 
@@ -86,14 +89,15 @@ def promised(marks: tuple[str, ...]) -> set[int]:
     return saved - {int(m.split()[1]) for m in marks if m.startswith("deleting ")}
 
 
-def check(state: CrashState, folder: Path, cache: Path, strategy: Any) -> None:
+def check(state: CrashState, folder: Path, cache: Path, policy: hf.Policy) -> None:
     materialise(state, folder, cache)
+    on_grids = policy.quantize is not None
     with LocalStore(folder, create=True, files=QuickFiles()) as store:
-        listed = {v.version for v in check_store(store).versions}
+        listed = {v.version for v in check_store(store, on_grids=on_grids).versions}
         missing = promised(state.marks) - listed
         assert not missing, f"after {state.prefix} operations ({state.kind}), versions {missing} are gone"
         with store.lock_writer():
-            line = Lineage(store, hf.Policy(strategy=strategy))
+            line = Lineage(store, policy)
             check_no_leftovers(line)
             for _ in range(2):
                 line.train()
@@ -101,19 +105,19 @@ def check(state: CrashState, folder: Path, cache: Path, strategy: Any) -> None:
                 assert number not in listed
                 listed.add(number)
                 line.writer.wait()
-            assert {v.version for v in check_store(store).versions} == listed
+            assert {v.version for v in check_store(store, on_grids=on_grids).versions} == listed
             check_no_leftovers(line)
             line.writer.close()
     assert not list(folder.rglob(f"{PARTIAL_PREFIX}*"))
 
 
-def run(tmp_path: Path, strategy: Any, every: bool, seed: int) -> None:
+def run(tmp_path: Path, policy: hf.Policy, every: bool, seed: int, in_suite: int = STATES_IN_SUITE) -> None:
     journal = Journal()
-    work(tmp_path / "store", strategy, journal)
+    work(tmp_path / "store", policy, journal)
     kinds: Counter[str] = Counter()
-    for number, state in enumerate(states(journal, every, seed)):
+    for number, state in enumerate(states(journal, every, seed, in_suite)):
         folder = tmp_path / str(number)
-        check(state, folder, tmp_path / "cache", strategy)
+        check(state, folder, tmp_path / "cache", policy)
         shutil.rmtree(folder)
         kinds[state.kind] += 1
     assert set(kinds) >= {"lost", "kept", "mixed"}, "crashes of all kinds were tried"
@@ -123,18 +127,26 @@ def run(tmp_path: Path, strategy: Any, every: bool, seed: int) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_crash_at_some_operations(tmp_path: Path, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
-    run(tmp_path, strategy, every=False, seed=STRATEGIES.index(strategy))
+    run(tmp_path, hf.Policy(strategy=strategy), every=False, seed=STRATEGIES.index(strategy))
+
+
+@pytest.mark.parametrize("strategy", WITH_QUANTIZED, ids=str)
+def test_a_crash_with_quantized_rows(tmp_path: Path, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    policy = hf.Policy(strategy=strategy, **QUANTIZED)
+    run(tmp_path, policy, every=False, seed=10 + STRATEGIES.index(strategy), in_suite=12)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("quantized", [{}, QUANTIZED], ids=["raw", "quantized"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_crash_at_every_operation(
-    tmp_path: Path, strategy: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, strategy: Any, seed: int, quantized: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
-    run(tmp_path, strategy, every=True, seed=seed)
+    run(tmp_path, hf.Policy(strategy=strategy, **quantized), every=True, seed=seed)
 
 
 def make() -> tuple[nn.Embedding, dict[str, Any]]:

@@ -17,6 +17,7 @@ from holdfast.errors import CorruptCheckpoint, SaveFailed, StoreError
 from holdfast.options import Chunked, Policy
 from holdfast.testing.faults import READING_OPERATIONS, WRITING_OPERATIONS, FaultyFiles
 from tests.checkpoint.lineage import (
+    QUANTIZED,
     STRATEGIES,
     Lineage,
     QuickFiles,
@@ -79,7 +80,7 @@ def go_on(root: Path, policy: Policy, files: Faulty) -> tuple[set[int], int]:
             line.train()
             number = line.save()
             line.writer.close()  # the disk is well again: this one must work
-            newest = check_store(store).versions[-1]
+            newest = check_store(store, on_grids=line.on_grids).versions[-1]
             assert (newest.version, newest.step) == (number, line.step)
             promised.add(number)
     return promised, failures
@@ -87,7 +88,8 @@ def go_on(root: Path, policy: Policy, files: Faulty) -> tuple[set[int], int]:
 
 def check_after(root: Path, policy: Policy, promised: set[int]) -> None:
     with LocalStore(root, create=False, files=QuickFiles()) as store, store.lock_writer():
-        listed = {v.version for v in check_store(store).versions}
+        on_grids = policy.quantize is not None
+        listed = {v.version for v in check_store(store, on_grids=on_grids).versions}
         expected = {v for v in promised if v > max(promised) - (policy.keep or NEVER)} if promised else set()
         assert expected <= listed
         assert promised or {1, 2, 3} <= listed
@@ -98,23 +100,25 @@ def check_after(root: Path, policy: Policy, promised: set[int]) -> None:
             line.train()
             line.save()
         line.writer.close()
-        assert check_store(store).versions[-1].step == line.step
+        assert check_store(store, on_grids=on_grids).versions[-1].step == line.step
 
 
-def calls(root: Path, strategy: Any) -> dict[str, int]:
+def calls(root: Path, strategy: Any, **options: Any) -> dict[str, int]:
     """How often each operation is called when nothing fails."""
-    policy = Policy(strategy=strategy, keep=4)
+    policy = Policy(strategy=strategy, keep=4, **options)
     files = Faulty("mkdir", NEVER, 0)
     begin(root, policy)
     assert go_on(root, policy, files) == (set(range(4, 4 + SAVES)), 0)
     return dict(files.calls)
 
 
-def try_all(tmp_path: Path, strategy: Any, places: Iterator[tuple[str, int, int, int]]) -> int:
+def try_all(
+    tmp_path: Path, strategy: Any, places: Iterator[tuple[str, int, int, int]], **options: Any
+) -> int:
     failures = 0
     for number, (operation, at, code, times) in enumerate(places):
         root = tmp_path / str(number)
-        policy = Policy(strategy=strategy, keep=4)
+        policy = Policy(strategy=strategy, keep=4, **options)
         begin(root, policy)
         files = Faulty(operation, at, code, times)
         promised, failed = go_on(root, policy, files)
@@ -153,12 +157,21 @@ def test_faults_with_other_strategies(tmp_path: Path, strategy: Any) -> None:
     assert try_all(tmp_path, strategy, some(calls(tmp_path / "count", strategy), 2))
 
 
+def test_faults_with_quantized_rows(tmp_path: Path) -> None:
+    counts = calls(tmp_path / "count", ROUNDS, **QUANTIZED)
+    assert try_all(tmp_path, ROUNDS, some(counts, 1), **QUANTIZED)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("quantized", [{}, QUANTIZED], ids=["raw", "quantized"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_faults_at_every_call(tmp_path: Path, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_at_every_call(
+    tmp_path: Path, strategy: Any, quantized: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
-    assert try_all(tmp_path, strategy, every(calls(tmp_path / "count", strategy)))
+    counts = calls(tmp_path / "count", strategy, **quantized)
+    assert try_all(tmp_path, strategy, every(counts), **quantized)
 
 
 def test_a_disk_that_stays_full(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from holdfast.kernels.rows import (
     FROM_BEHIND,
     FROM_FRONT,
     UNTIL_HELPED,
+    are_lines,
     count_marked,
     decode_gaps,
     encode_gaps,
@@ -161,15 +162,27 @@ def test_a_parameter_that_no_encoder_takes(k: int) -> None:
     assert decoded(data, 0, 2**40, 1, 5) is None
 
 
+def at_line(table: NDArray[np.uint64], offset: int) -> NDArray[np.uint64]:
+    """A copy that begins ``offset`` words behind the beginning of a cache line."""
+    room = np.empty(table.size + 16, np.uint64)
+    skipped = -room.ctypes.data % 64 // 8 + offset
+    copy = room[skipped : skipped + table.size].reshape(table.shape)
+    copy[:] = table
+    return copy
+
+
+@pytest.mark.parametrize("offset", [0, 2])  # rows of whole cache lines take a way of their own
 @pytest.mark.parametrize("words", [1, 2, 7, 8, 9, 16, 33])
 @pytest.mark.parametrize("tables", [[5], [0, 5], [3, 0, 0, 4, 0], [1, 1, 1], [40, 2, 100]])
-def test_rows_go_to_their_tables(words: int, tables: list[int]) -> None:
+def test_rows_go_to_their_tables(words: int, tables: list[int], offset: int) -> None:
     random = np.random.default_rng(words)
     firsts = np.concatenate([[0], np.cumsum(tables)])
     # A row of guards before and behind each table.
     live = [random.integers(0, 2**63, (rows + 2, words)).astype(np.uint64) for rows in tables]
+    live = [at_line(table, offset) for table in live]
     expected = [table.copy() for table in live]
     addresses = np.array([table[1:].ctypes.data for table in live], np.int64)
+    assert are_lines(addresses, words * 8) == (offset == 0 and words % 8 == 0)
     for share in (0.0, 0.3, 1.0):
         ids = np.flatnonzero(random.random(firsts[-1]) <= share)
         values = random.integers(0, 2**63, (len(ids), words)).astype(np.uint64)
@@ -183,12 +196,13 @@ def test_rows_go_to_their_tables(words: int, tables: list[int]) -> None:
             assert np.array_equal(mine, theirs)
 
 
-def test_of_a_row_that_repeats_the_last_counts() -> None:
-    live = np.zeros((4, 1), np.uint64)
+@pytest.mark.parametrize("words", [1, 8])
+def test_of_a_row_that_repeats_the_last_counts(words: int) -> None:
+    live = at_line(np.zeros((4, words), np.uint64), 0)
     addresses = np.array([live.ctypes.data], np.int64)
-    values = np.array([[1], [2], [3]], np.uint64)
+    values = np.repeat(np.array([[1], [2], [3]], np.uint64), words, axis=1)
     scatter_rows(addresses, np.array([0, 4]), np.array([2, 2, 3]), values, np.empty(0, np.int64))
-    assert live.reshape(-1).tolist() == [0, 0, 2, 3]
+    assert live.tolist() == [[n] * words for n in (0, 0, 2, 3)]
 
 
 @pytest.mark.parametrize("word", [np.uint8, np.uint16, np.uint32, np.uint64])

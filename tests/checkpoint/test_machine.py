@@ -30,7 +30,18 @@ from holdfast.checkpoint.writer import Writer
 from holdfast.errors import NoSuchVersion, SaveFailed, StoreError
 from holdfast.events import EventLog
 from holdfast.options import Chunked, Policy
-from tests.checkpoint.lineage import GROUPS, STRATEGIES, TABLES, QuickFiles, blank, same
+from tests.checkpoint.lineage import (
+    GROUPS,
+    QUANTIZED,
+    STRATEGIES,
+    TABLES,
+    WITH_QUANTIZED,
+    QuickFiles,
+    any_rows,
+    blank,
+    rows_on_grids,
+    same,
+)
 
 ROWS = st.lists(st.integers(0, 13), max_size=6)
 BIG = 1 << 20
@@ -41,6 +52,7 @@ class Machine(RuleBasedStateMachine):
 
     strategy: Any = Chunked()
     keep: int | None = None
+    quantized = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,15 +67,18 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> None:
         self.store = LocalStore(self.root, create=True, files=QuickFiles())
         self.lock = self.store.lock_writer()
-        self.writer = Writer(self.store, Policy(strategy=self.strategy, keep=self.keep), EventLog(None))
+        policy = Policy(strategy=self.strategy, keep=self.keep, **QUANTIZED if self.quantized else {})
+        self.writer = Writer(self.store, policy, EventLog(None))
         self.writer.bind(LiveTables(GROUPS, lambda table: self.tables[table]))
 
     @rule(table=st.sampled_from(sorted(TABLES)), rows=ROWS)
     def touch(self, table: str, rows: list[int]) -> None:
         ids = np.unique([r for r in rows if r < TABLES[table][0]]).astype(np.int64)
-        for field in self.tables[table]:
-            self.values += 1
-            field[ids] = np.random.default_rng(self.values).integers(0, 256, field[ids].shape)
+        self.values += 1
+        make = rows_on_grids if self.quantized else any_rows
+        values = make(np.random.default_rng(self.values), table, len(ids))
+        for field, new in zip(self.tables[table], values, strict=True):
+            field[ids] = new
         self.writer.tracker.mark(table, ids)
 
     @rule()
@@ -180,8 +195,8 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-def run(strategy: Any, keep: int | None, examples: int, steps: int) -> None:
-    machine = type("Machine", (Machine,), {"strategy": strategy, "keep": keep})
+def run(strategy: Any, keep: int | None, examples: int, steps: int, *, quantized: bool = False) -> None:
+    machine = type("Machine", (Machine,), {"strategy": strategy, "keep": keep, "quantized": quantized})
     checks = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
     run_state_machine_as_test(
         machine,
@@ -203,10 +218,20 @@ def test_any_order(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run(strategy, 3, 8 if chunked else 3, 30)
 
 
+@pytest.mark.parametrize("strategy", WITH_QUANTIZED, ids=str)
+def test_any_order_with_quantized_rows(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    run(strategy, None, 6, 50, quantized=True)
+    run(strategy, 1, 6, 50, quantized=True)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("keep", [None, 1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_any_order_for_long(strategy: Any, keep: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_for_long(
+    strategy: Any, keep: int | None, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
-    run(strategy, keep, 200, 80)
+    run(strategy, keep, 200, 80, quantized=quantized)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -399,17 +400,17 @@ def test_training_goes_on_with_a_little_noise(tmp_path: Path) -> None:
     fresh.train(5)
 
 
-def test_a_share_of_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a quarter of the time, encoding rests three times as long as it works."""
-    slept: list[float] = []
-    monkeypatch.setattr("holdfast.checkpoint.encoding.time.sleep", slept.append)
-    clock = iter(range(1000))
-    monkeypatch.setattr("holdfast.checkpoint.encoding.time.perf_counter", lambda: float(next(clock)))
-    live = make_groups([("t", 10, (Field("weight", "F32", 64),))])
-    snapshot = [Rows(np.arange(10), (np.zeros((10, 256), np.uint8),))]
-    encoder = Encoder.plan(hf.Policy(quantize=4), 0, snapshot, live)
-    assert len(list(encoder.blocks(snapshot, share=0.25))) == 1
-    assert slept == [3.0]
+def test_a_throttled_save_is_the_same(tmp_path: Path) -> None:
+    run = Tables()
+    policy = hf.Policy(strategy="full", quantize=4, background_share=0.5)
+    with hf.Checkpointer(tmp_path / "1", run.objects, policy) as ckpt:
+        ckpt.save(0)
+    with hf.Checkpointer(tmp_path / "2", run.objects, replace(policy, background_share=1.0)) as ckpt:
+        ckpt.save(0)
+    one, two = (
+        [p.read_bytes() for p in sorted((tmp_path / name / "chunks").iterdir())] for name in ("1", "2")
+    )
+    assert one == two
 
 
 def test_tools_show_bits_and_export_floats(tmp_path: Path) -> None:

@@ -119,12 +119,25 @@ def test_the_exit_of_a_process_that_was_replaced_is_old_news() -> None:
     assert script.worker.incarnation == 2
 
 
+def test_a_supervisor_that_stood_still_blames_nobody() -> None:
+    script = Script().started()
+    script.machine.tick(100.0)
+    assert [w.incarnation for w in script.machine.view.workers] == [1, 1]
+    assert script.phase == "running"
+    for tenth in range(1, 16):
+        script.machine.tick(100.0 + tenth / 10)
+    assert [w.incarnation for w in script.machine.view.workers] == [1, 1]
+    script.machine.tick(101.6)
+    assert script.machine.failure is not None, "they have been silent since"
+
+
 def test_silence_is_death_and_beats_of_the_dead_do_not_count() -> None:
     script = Script().started()
     script.now = 1.0
     script.servers()
     script.beat("worker", 1, "working")
-    script.machine.tick(1.6)
+    for now in (0.5, 1.0, 1.4, 1.6):
+        script.machine.tick(now)
     assert [w.incarnation for w in script.machine.view.workers] == [2, 1]
     script.now = 1.7
     script.beat("worker", 0, "working")

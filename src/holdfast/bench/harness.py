@@ -28,6 +28,7 @@ from holdfast.errors import ConfigError
 BENCHES = {
     "bandwidth": "quantized increments against full checkpoints: bytes written and stored",
     "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
+    "job": "parameter servers and workers against a plain PyTorch loop: samples/s, processor time, bytes",
     "quantize": "row codecs beside torch's, fbgemm's and k-means: loss, rows/s, bytes",
     "quantize-accuracy": "AUC lost by restores from quantized checkpoints, by bits and restores",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
@@ -63,6 +64,7 @@ class Report:
     figures: dict[str, float] = field(default_factory=dict)
     spreads: dict[str, Spread] = field(default_factory=dict)
     raw: dict[str, Any] = field(default_factory=dict)
+    json_path: Path | None = None
 
     def figure(self, name: str, value: float | Spread, note: str = "") -> None:
         """Record a figure and show it at once."""
@@ -88,6 +90,13 @@ class Report:
                 }
             )
         )
+
+    def save(self) -> None:
+        """Write what there is so far to the file that was asked for, if one was."""
+        if self.json_path is not None:
+            written = self.json_path.with_name(self.json_path.name + ".part")
+            written.write_bytes(self.to_json() + b"\n")
+            written.replace(self.json_path)
 
 
 def interleave(
@@ -156,7 +165,7 @@ def run_bench(name: str, *, quick: bool, json_path: Path | None, console: Consol
         raise ConfigError(f"there is no bench {name!r}: there are {', '.join(BENCHES)}")
     if json_path is not None and not json_path.parent.is_dir():
         raise ConfigError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
-    report = Report(name, quick, console)
+    report = Report(name, quick, console, json_path=json_path)
     where = machine()
     console.print(
         f"bench {name}{' --quick' if quick else ''} on {where['cores']} cores of {where['cpu']}, "
@@ -167,6 +176,5 @@ def run_bench(name: str, *, quick: bool, json_path: Path | None, console: Consol
     module = importlib.import_module(f"holdfast.bench.{name.replace('-', '_')}")
     seconds = stopwatch(lambda: module.run(report))
     console.print(f"  took {seconds:.0f} s", highlight=False)
-    if json_path is not None:
-        json_path.write_bytes(report.to_json() + b"\n")
+    report.save()
     return report

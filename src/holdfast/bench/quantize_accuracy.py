@@ -8,31 +8,31 @@ teacher, same samples in the same order, same start. What is reported is by how 
 as the mean over seeds with its 95 % interval (Student's t). Each seed is another teacher, another start and
 other samples. A loss below zero says that the rounded run did better.
 
-Restores from raw checkpoints change no bit; a run with them is made to show it.
+``lifetime`` figures are of the AUC over all samples of training, each scored before it is learned from:
+what a run loses over its whole length, not what is missing when it ends.
+
+In the first part the model learns what single rows say and hardly more, and at the end improves slowly. The
+``learning`` part has six times the samples, to where it begins to learn what rows say together and its AUC
+rises fast again. There, a delay in learning shows that costs next to nothing before.
+
+Restores from raw checkpoints change no bit; a run with them is made to show it. Each run's scores are kept in
+the JSON as soon as they are known. If the bench is stopped, the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from holdfast.bench.harness import Report, Spread
-from holdfast.checkpoint.api import Checkpointer
+from holdfast.bench.accuracy_runs import PLAIN, Cell, Run, Scores, Size, codec_digest, results
+from holdfast.bench.harness import Report, Spread, machine
 from holdfast.checkpoint.encoding import choose_bits
-from holdfast.data.reader import Batch
-from holdfast.data.synthetic import Synthetic
-from holdfast.models.dlrm import DLRM
-from holdfast.models.recommender import Recommender
-from holdfast.options import AutoBits, Policy
-from holdfast.training.config import OptimizerConfig
-from holdfast.training.metrics import auc
-from holdfast.training.optimizers import build_optimizers
+from holdfast.options import AutoBits
 
 RESTORES = (1, 3, 20, 100)
 BITS = (2, 3, 4, 8)
@@ -43,20 +43,22 @@ _T95 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 
-Cell = tuple[int | None, int]
-"""Bits (None: raw), and how often the run is restored."""
-
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How large the runs are."""
+class Part:
+    """Runs of one size: for each seed its cells. Figures begin with the prefix."""
 
-    steps: int = 1000
-    batch: int = 512
-    test_samples: int = 200_000
-    tables: int = 8
-    rows: int = 5000
-    dim: int = 16
+    prefix: str
+    size: Size
+    seeds: Mapping[int, Sequence[Cell]]
+
+    def runs(self) -> list[Run]:
+        """All of them, seed by seed, that without restores first."""
+        return [
+            Run(self.prefix, self.size, seed, cell)
+            for seed, cells in self.seeds.items()
+            for cell in (PLAIN, *cells)
+        ]
 
 
 def auto_bits(restores: int) -> int:
@@ -64,63 +66,85 @@ def auto_bits(restores: int) -> int:
     return choose_bits(AutoBits(expected_restores=restores), 0).bits
 
 
-DIAGONAL: tuple[Cell, ...] = tuple((auto_bits(r), r) for r in RESTORES)
-ALL_CELLS: tuple[Cell, ...] = tuple((b, r) for b in BITS for r in RESTORES)
+DIAGONAL: tuple[Cell, ...] = tuple(Cell(auto_bits(r), r) for r in RESTORES)
+ALL_CELLS: tuple[Cell, ...] = tuple(Cell(b, r) for b in BITS for r in RESTORES)
+CONTROL = Cell(None, 3)
 
 
 def run(report: Report) -> None:
-    """All cells for a few seeds, and those that ``AutoBits`` picks for more."""
+    """The cells that ``AutoBits`` picks for all seeds, and all cells for the last two."""
     if report.quick:
-        seeds = dict.fromkeys(range(3), DIAGONAL[:3])
-        measure(report, Size(steps=300, test_samples=100_000), seeds)
-    else:
-        measure(report, Size(), {seed: ALL_CELLS if seed < 2 else DIAGONAL for seed in range(8)})
+        seeds = {0: (CONTROL, *DIAGONAL[:3]), 1: DIAGONAL[:3], 2: DIAGONAL[:3]}
+        measure(report, [Part("", Size(steps=300, test_samples=100_000), seeds)])
+        return
+    # What matters most comes first: it stands, too, if the bench is stopped.
+    seeds = dict.fromkeys(range(18), DIAGONAL) | {18: (CONTROL, *ALL_CELLS), 19: ALL_CELLS}
+    learning = Size(steps=1500, batch=2048)
+    measure(report, [Part("", Size(), seeds), Part("learning.", learning, dict.fromkeys(range(4), DIAGONAL))])
 
 
-def measure(report: Report, size: Size, seeds: Mapping[int, Sequence[Cell]]) -> None:
+def measure(report: Report, parts: Sequence[Part], workers: int | None = None) -> None:
     """Train for each seed without restores and with those of its cells; report the losses."""
-    report.settings.update(
-        steps=size.steps, batch_size=size.batch, test_samples=size.test_samples, tables=size.tables,
-        rows=size.rows, dim=size.dim, optimizer="rowwise-adagrad", state="raw", seeds=len(seeds),
-    )  # fmt: skip
-    aucs: dict[int, dict[Cell, float]] = {}
-    for seed, cells in seeds.items():
-        control = [(None, 3)] if not aucs else []
-        aucs[seed] = train_all(size, seed, [*control, *cells])
-        report.console.print(f"  (seed {seed}: AUC {aucs[seed][None, 0]:.5f} without restores)")
-    report_losses(report, aucs)
+    report.settings.update(optimizer="rowwise-adagrad", state="raw", codecs=codec_digest())
+    for part in parts:
+        settings = asdict(part.size) | {"seeds": len(part.seeds)}
+        report.settings.update({part.prefix + name: value for name, value in settings.items()})
+    scores = _kept(report)
+    report.raw.update(unfinished=True, runs=scores)
+    runs = [run for part in parts for run in part.runs()]
+    missing = [run for run in runs if run.name not in scores]
+    if scores:
+        report.console.print(f"  (going on: {len(runs) - len(missing)} of {len(runs)} runs are in the JSON)")
+    for done, (finished, result) in enumerate(results(missing, workers), len(runs) - len(missing) + 1):
+        scores[finished.name] = result
+        report.save()
+        report.console.print(
+            f"  ({done} of {len(runs)}: {finished.name}, AUC {result.test:.5f})", highlight=False
+        )
+    for part in parts:
+        report_losses(report, part, scores)
+    del report.raw["unfinished"]
 
 
-def train_all(size: Size, seed: int, cells: Iterable[Cell]) -> dict[Cell, float]:
-    """The AUC of the run of a seed without restores, as (None, 0), and of those of the cells."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # runs are paired: sums must be taken in the same order
+def _kept(report: Report) -> dict[str, Scores]:
+    """Scores that an interrupted run of the same bench left in the JSON, if nothing has changed since."""
+    path = report.json_path
+    if path is None or not path.exists():
+        return {}
     try:
-        student = _Student(size, seed)
-        return {cell: student.train(*cell) for cell in [(None, 0), *cells]}
-    finally:
-        torch.set_num_threads(threads)
+        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        now = {
+            "bench": report.bench,
+            "machine": machine(),
+            "settings": {"quick": report.quick, **report.settings},
+        }
+        if not found["raw"].get("unfinished") or any(found[key] != value for key, value in now.items()):
+            return {}
+        return {name: Scores(*values) for name, values in found["raw"]["runs"].items()}
+    except (msgspec.DecodeError, KeyError):
+        return {}
 
 
-def report_losses(report: Report, aucs: Mapping[int, Mapping[Cell, float]]) -> None:
-    """The figures, from the AUCs by seed and cell."""
-    losses: dict[Cell, list[float]] = {}
-    for by_cell in aucs.values():
-        plain = by_cell[None, 0]
-        for cell, value in by_cell.items():
-            if cell != (None, 0):
-                losses.setdefault(cell, []).append(100 * (plain - value) / plain)
-    report.raw["auc"] = {
-        seed: {f"bits{b}.restores{r}": value for (b, r), value in cells.items()}
-        for seed, cells in aucs.items()
-    }
-    report.figure("auc.without_restores", float(np.mean([cells[None, 0] for cells in aucs.values()])))
-    for cell in sorted(losses, key=lambda cell: (cell[0] or 0, cell[1])):
-        name = f"raw.restores{cell[1]}" if cell[0] is None else f"bits{cell[0]}.restores{cell[1]}"
-        _figure(report, f"{name}.auc_loss_percent", losses[cell])
-    for bits, restores in DIAGONAL:
-        if (bits, restores) in losses:
-            _figure(report, f"auto.{restores}.auc_loss_percent", losses[bits, restores], f"{bits} bits: ")
+def report_losses(report: Report, part: Part, scores: Mapping[str, Scores]) -> None:
+    """The figures of a part, from its runs' scores by name."""
+    plain = [scores[Run(part.prefix, part.size, seed, PLAIN).name] for seed in part.seeds]
+    report.figure(f"{part.prefix}auc.without_restores", float(np.mean([s.test for s in plain])))
+    losses: dict[Cell, list[Scores]] = {}
+    for (seed, cells), base in zip(part.seeds.items(), plain, strict=True):
+        for cell in cells:
+            score = scores[Run(part.prefix, part.size, seed, cell).name]
+            lost = Scores(*(100 * (b - s) / b for b, s in zip(base, score, strict=True)))
+            losses.setdefault(cell, []).append(lost)
+    for cell in sorted(losses, key=lambda cell: (cell.bits or 0, cell.restores)):
+        _figures(report, part.prefix + cell.name, losses[cell])
+    for cell in DIAGONAL:
+        if cell in losses:
+            _figures(report, f"{part.prefix}auto.{cell.restores}", losses[cell], f"{cell.bits} bits: ")
+
+
+def _figures(report: Report, name: str, losses: Sequence[Scores], text: str = "") -> None:
+    _figure(report, f"{name}.auc_loss_percent", [loss.test for loss in losses], text)
+    _figure(report, f"{name}.lifetime_auc_loss_percent", [loss.lifetime for loss in losses], text)
 
 
 def _figure(report: Report, name: str, losses: Sequence[float], text: str = "") -> None:
@@ -149,57 +173,3 @@ def mean_with_interval(values: Sequence[float]) -> Spread:
         return Spread(mean, -math.inf, math.inf)
     half = _T95[min(freedom, len(_T95)) - 1] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Spread(mean, mean - half, mean + half)
-
-
-class _Student:
-    """The runs of one seed."""
-
-    def __init__(self, size: Size, seed: int) -> None:
-        self._size = size
-        self._seed = seed
-        rows = [size.rows] * size.tables
-        self._train = Synthetic(
-            samples=size.steps * size.batch, batch_size=size.batch, table_rows=rows, seed=seed
-        )
-        self._test = Synthetic(
-            samples=size.test_samples, batch_size=20_000, table_rows=rows, seed=seed, part="test"
-        )
-        self._loss = nn.BCEWithLogitsLoss()
-
-    def train(self, bits: int | None, restores: int) -> float:
-        """Train from the start, with so many restores from checkpoints of these bits; the AUC at the end."""
-        size = self._size
-        torch.manual_seed(self._seed)
-        network = DLRM(13, size.tables, size.dim, bottom=(64, size.dim), top=(64, 1))
-        model = Recommender(network, [size.rows] * size.tables)
-        optimizers = build_optimizers(OptimizerConfig(name="rowwise-adagrad"), model)
-        objects = {"model": model} | {f"optim{i}": o for i, o in enumerate(optimizers)}
-        restore_after = {size.steps * (i + 1) // (restores + 1) for i in range(restores)}
-        assert len(restore_after) == restores
-        with (
-            tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder,
-            Checkpointer(folder, objects, Policy(quantize=bits, keep=1)) as checkpointer,  # type: ignore[arg-type]
-        ):
-            for step in range(size.steps):
-                if step in restore_after:
-                    checkpointer.save(step - 1)
-                    assert checkpointer.restore() == step
-                batch = self._train.batch(step)
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                loss: Tensor = self._loss(_logits(model, batch), torch.from_numpy(batch.labels))
-                loss.backward()  # type: ignore[no-untyped-call]
-                for optimizer in optimizers:
-                    optimizer.step()
-        return self._evaluate(model)
-
-    @torch.no_grad()
-    def _evaluate(self, model: Recommender) -> float:
-        batches = [self._test.batch(i) for i in range(self._test.batches)]
-        scores = np.concatenate([_logits(model, batch).numpy() for batch in batches])
-        return auc(scores, np.concatenate([batch.labels for batch in batches]))
-
-
-def _logits(model: Recommender, batch: Batch) -> Tensor:
-    logits: Tensor = model(torch.from_numpy(batch.dense), [torch.from_numpy(i) for i in batch.ids], None)
-    return logits

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -88,6 +89,42 @@ class Background:
                 with self._condition:
                     self._running = None
                     self._condition.notify_all()
+
+
+class Throttle:
+    """Lets threads work together for no more than a share of one processor's time.
+
+    Each says now and then what it has done since it said so last, by its own clock of processor time, and is
+    held up until the rests that all of the work so far asks for are over. Rests that come by themselves,
+    while a disk writes, count as well; they are not saved up.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._rest_per_second = 1 / share - 1
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        self._own = threading.local()
+
+    def begin(self) -> None:
+        """What this thread did until now does not count."""
+        self._own.since = time.thread_time()
+
+    def pause(self) -> None:
+        """This thread has done something: rest for it."""
+        worked = time.thread_time() - self._own.since
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + worked * self._rest_per_second
+            rest = self._free_at - time.monotonic()
+        if rest > 0:
+            time.sleep(rest)
+        self.begin()
+
+    def after_each(self, values: Iterable[Value]) -> Iterator[Value]:
+        """The same values, with a rest after what it took to make each, and to deal with the one before."""
+        self.begin()
+        for value in values:
+            self.pause()
+            yield value
 
 
 def computed_ahead(values: Iterator[Value], most: int) -> Iterator[Value]:

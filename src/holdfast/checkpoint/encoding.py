@@ -9,12 +9,12 @@ length, and whoever moves records about need not know what is in them.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from holdfast.checkpoint.background import Throttle, computed_ahead
 from holdfast.checkpoint.quantize import (
     CODED_DTYPES,
     FloatCodec,
@@ -33,6 +33,8 @@ BLOCK_BYTES = 4 << 20
 RESTORES_THAT_BITS_BEAR = ((1, 2), (3, 3), (20, 4))
 """(restores, bits) at which the accuracy that is lost stays below 0.01 % (Check-N-Run, section 5.2.1)."""
 _SAMPLED_ROWS = 65_536
+# Blocks that are encoded while a file is written: as many as fill the next one.
+_BLOCKS_AHEAD = 16
 
 GridBits = Callable[[int, Field, int], int]
 """Of a group by number, one of its fields and its bits: the bits of scale and zero point."""
@@ -115,11 +117,21 @@ class Encoder:
         """Whether anything is stored otherwise than it is in memory."""
         return any(group.is_coded for group in self.stored)
 
-    def blocks(self, snapshot: Sequence[Rows], share: float = 1.0) -> Iterator[tuple[int, Rows]]:
-        """(Number of the stored group, rows), block by block, of the rows of each live group.
+    def blocks_ahead(self, rows: Sequence[Rows], share: float) -> Iterator[tuple[int, Rows]]:
+        """What ``blocks`` gives, encoded by a thread of its own if there is something to encode.
 
-        ``share`` is that of a processor's time that encoding may take.
+        ``share`` is how much of a processor's time encoding and writing may take.
         """
+        blocks = self.blocks(rows)
+        if not self.is_coded:
+            return blocks
+        if share == 1:
+            return computed_ahead(blocks, _BLOCKS_AHEAD)
+        throttle = Throttle(share)  # of two threads: one encodes, one writes
+        return throttle.after_each(computed_ahead(throttle.after_each(blocks), _BLOCKS_AHEAD))
+
+    def blocks(self, snapshot: Sequence[Rows]) -> Iterator[tuple[int, Rows]]:
+        """(Number of the stored group, rows), block by block, of the rows of each live group."""
         for number, rows in enumerate(snapshot):
             group = self.stored[number]
             if not group.is_coded:
@@ -128,15 +140,12 @@ class Encoder:
             step = max(1, BLOCK_BYTES // self.live[number].record_bytes)
             raw: list[Rows] = []
             for begin in range(0, len(rows), step):
-                started = time.perf_counter()
                 part = Rows(
                     rows.ids[begin : begin + step], tuple(f[begin : begin + step] for f in rows.fields)
                 )
                 coded, is_raw = _encode(group, part)
                 if is_raw.any():
                     raw.append(part.take(np.flatnonzero(is_raw)))
-                if share < 1:
-                    time.sleep((time.perf_counter() - started) * (1 / share - 1))
                 yield number, coded
             if raw:
                 yield self._raw_group[number], join_rows(raw)

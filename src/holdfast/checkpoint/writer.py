@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.background import Background, computed_ahead
+from holdfast.checkpoint.background import Background
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.encoding import Choice, Encoder, choose_bits
@@ -36,9 +36,6 @@ from holdfast.events import EventLog
 from holdfast.options import AutoBits, Differential, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
-
-# Blocks that are encoded while a file is written: as many as fill the next one.
-_BLOCKS_AHEAD = 16
 
 CaptureDense = Callable[[], Callable[[], Sequence[Any]]]
 Look = Callable[[], tuple[LiveTables, Sequence[str]]]
@@ -111,7 +108,7 @@ class Writer:
         self._said: Choice | None = None
         self._era = 0
         self._since_baseline: list[RowSet] = []
-        self._baselines = Baselines(self.strategy)
+        self._baselines = Baselines(policy)
         self._arena: list[list[Bytes2D]] = []
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
@@ -333,10 +330,12 @@ class Writer:
             if baseline:
                 encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
                 shard = Shard(0, encoder.stored, self.strategy)
-            blocks = encoder.blocks(rows, self.policy.background_share)
-            if encoder.is_coded:
-                blocks = computed_ahead(blocks, _BLOCKS_AHEAD)
-            change = shard.write(self.store, number, blocks, baseline=baseline)
+            change = shard.write(
+                self.store,
+                number,
+                encoder.blocks_ahead(rows, self.policy.background_share),
+                baseline=baseline,
+            )
             dense = self._store_dense(number, dense_parts())
             version = Version(
                 version=number, era=number if baseline else self._era, step=step, time=time.time(),
@@ -410,6 +409,7 @@ class Writer:
             self.catalog.commit_round(self._era, [tidied])
             self._apply(tidied)
             self.catalog.free_replaced()
+            self._baselines.note_tidied(tidied.bytes, self._full_bytes())
         values = asdict(report) | {
             "tidied_bytes": tidied.bytes if tidied else 0,
             "tidy_seconds": time.perf_counter() - started if tidied else 0.0,

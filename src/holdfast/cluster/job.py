@@ -6,12 +6,13 @@ supervisor asks for, and ends them; it decides nothing.
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,37 +20,31 @@ from holdfast.cluster.keys import Keys, load_keys
 from holdfast.cluster.launch.base import Engine
 from holdfast.cluster.loop import flush
 from holdfast.cluster.membership import Durable
-from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Role, Status, View, ViewNumber
+from holdfast.cluster.messages import (
+    Beat,
+    Evaluation,
+    Exit,
+    Happening,
+    Peer,
+    Role,
+    Status,
+    View,
+    ViewNumber,
+)
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.supervisor import STATE_FILE
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
-from holdfast.errors import ConfigError, JobFailed, ServerLost, WorkerFailed
+from holdfast.errors import JobFailed, ServerLost, WorkerFailed
 from holdfast.events import EventLog
+from holdfast.options import Kill
 
 _POLL_SECONDS = 0.05
 _START_SECONDS = 60.0
 _MOST_SUPERVISORS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """A process that is killed when the job has done so many steps: ``server:2@step:300``."""
-
-    role: Role
-    slot: int
-    step: int
-
-    @classmethod
-    def parse(cls, text: str) -> Kill:
-        """Read one; ConfigError if it is none."""
-        who, _, when = text.partition("@")
-        role, _, slot = who.partition(":")
-        what, _, step = when.partition(":")
-        if role not in ("server", "worker") or what != "step" or not (slot.isdecimal() and step.isdecimal()):
-            raise ConfigError(f"kill {text!r}: expected ROLE:SLOT@step:N, such as server:2@step:300")
-        return cls("server" if role == "server" else "worker", int(slot), int(step))
+_LAST_WORDS_SECONDS = 2.0
+_FAILED_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +52,28 @@ class JobResult:
     """What a job ends with."""
 
     steps: int
+    """Batches that were trained on, each once."""
     samples: int
-    seconds: float
-    """From the first step to the last, tests included."""
+    train_seconds: float
+    """From the first step to the last, with the tests between them."""
     samples_per_second: float
     test: Evaluation
     """The last one."""
     tests: tuple[Evaluation, ...]
     workers_replaced: int
+    """Workers that died and were replaced."""
+    bad_lines: int
+    """Lines of the data that were skipped; those that a worker skipped before it was replaced are missing."""
+    kills_missed: tuple[Kill, ...]
+    """Kills that were asked for and did not happen, as the job had ended by then."""
+    records: str
+    """A checksum over all servers' records: equal for equal jobs; "" if a server did not tell it in time."""
     folder: Path
+    """The run's: its configuration, events and logs."""
     interrupted: bool
+    """Whether it ended before its time."""
+    signal: int | None = None
+    """The signal that ended it then."""
     versions: tuple[int, ...] = ()
     """Checkpoints that were saved."""
     save_errors: tuple[str, ...] = ()
@@ -82,7 +89,7 @@ class Launcher:
     """The machine that starts what views ask for and says what has ended."""
 
     def __init__(
-        self, engine: Engine, template: Assignment, faults: Mapping[int, tuple[str, ...]] | None = None
+        self, engine: Engine, template: Assignment, faults: Mapping[int, Sequence[str]] | None = None
     ) -> None:
         self.me = Peer("launcher")
         self.outbox: list[Envelope] = []
@@ -91,6 +98,8 @@ class Launcher:
         self.exited: list[Exit] = []
         self.stopping = False
         """Whether the job is to end before its time."""
+        self.started: list[Peer] = []
+        """Processes that were started; whoever takes note of them takes them out."""
         self.holding = False
         """Whether workers are to wait between two batches."""
         self._faults = faults or {}
@@ -98,6 +107,7 @@ class Launcher:
         self._template = template
         self._current: dict[tuple[str, int], Peer] = {}
         self._supervisors = 0
+        self._spares = False
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take a view or a report."""
@@ -110,6 +120,14 @@ class Launcher:
                 self.start(Peer("worker", worker.slot, worker.incarnation))
             for server in message.servers:
                 self.start(Peer("server", server.slot, server.incarnation))
+            self._keep_spares()
+
+    def _keep_spares(self) -> None:
+        """Have one process of each kind wait, its imports behind it, for whoever dies next."""
+        if self.view.phase == "running" and not self._spares:
+            self._spares = True
+            for role in ("server", "worker"):
+                self._engine.warm(role)
 
     def tick(self, now: float) -> None:
         """Say what has ended, again and again, and start the supervisor again if it is among it."""
@@ -119,6 +137,7 @@ class Launcher:
                 if self._supervisors > _MOST_SUPERVISORS:
                     raise JobFailed(f"the supervisor ended {self._supervisors} times: see its logs")
                 self._engine.start(self._assignment(peer))
+                self.started.append(peer)
             elif self._current.get((peer.role, peer.slot)) == peer:
                 self.exited.append(Exit(peer, code))
         state: Literal["done", "held", "ready"] = (
@@ -138,6 +157,7 @@ class Launcher:
             self.exited = [e for e in self.exited if e.peer != old]
         self._current[key] = peer
         self._engine.start(self._assignment(peer))
+        self.started.append(peer)
         if old is not None:
             self._engine.warm(peer.role)
 
@@ -148,8 +168,9 @@ class Launcher:
             self._engine.signal(peer, signal.SIGKILL)
 
     def _assignment(self, peer: Peer) -> Assignment:
-        faults = self._faults.get(peer.slot, ()) if peer.role == "worker" and peer.incarnation == 1 else ()
-        return msgspec.structs.replace(self._template, me=peer, faults=faults)
+        planned = self._faults.get(peer.slot, ()) if peer.role == "worker" else ()
+        mine = tuple(planned[peer.incarnation - 1 : peer.incarnation])
+        return msgspec.structs.replace(self._template, me=peer, faults=mine)
 
 
 @dataclass
@@ -164,7 +185,7 @@ class Runner:
         bind: the address that processes listen on.
         keys: the folder of keys, "" for none.
         kills: processes to kill on the way.
-        faults: for workers, by slot: where to end them by force (see ``faults``).
+        faults: for workers, by slot: where each incarnation is ended by force (see ``faults``).
     """
 
     plan: JobPlan
@@ -174,7 +195,9 @@ class Runner:
     bind: str = "tcp://127.0.0.1"
     keys: str = ""
     kills: Sequence[Kill] = ()
-    faults: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    faults: dict[int, Sequence[str]] = field(default_factory=dict)
+    _happened: list[Happening] = field(default_factory=list, init=False)
+    """What this process itself has seen happen."""
 
     def run(
         self,
@@ -184,12 +207,15 @@ class Runner:
     ) -> JobResult:
         """Run the job; while ``hold_requested`` says so, workers wait between two batches.
 
-        Raises JobFailed or what is under it when it cannot go on; no process is left
-        behind."""
+        Raises JobFailed or what is under it when it cannot go on; no process is left behind.
+        """
         try:
-            return self._run(on_status, stop_requested, hold_requested)
-        finally:
-            self.engine.close()
+            result = self._run(on_status, stop_requested, hold_requested)
+        except BaseException:
+            self.engine.close(_FAILED_SECONDS)
+            raise
+        self.engine.close()
+        return result
 
     def _run(
         self,
@@ -215,6 +241,8 @@ class Runner:
                 launcher.start(Peer("server", slot, 1))
             for slot in range(self.plan.workers):
                 launcher.start(Peer("worker", slot, 1))
+            launcher.started.clear()
+            self._say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
             return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
     def _wait_for_supervisor(self) -> str:
@@ -242,40 +270,67 @@ class Runner:
         clock = _Clock(self.plan.resume.samples if self.plan.resume else 0)
         kills = list(self.kills)
         seen: Status | None = None
+        finished_at = None
         while True:
             launcher.stopping = launcher.stopping or stop_requested()
             launcher.holding = hold_requested()
-            launcher.tick(time.monotonic())
-            flush(launcher, transport)
-            for envelope in transport.poll(_POLL_SECONDS):
-                launcher.receive(envelope, time.monotonic())
+            self._pass_time(launcher, transport)
             status = launcher.status
-            if status is None or status is seen:
-                continue
-            seen = status
-            clock.note(status)
-            on_status(status)
-            for kill in [k for k in kills if status.steps >= k.step]:
-                kills.remove(kill)
-                self.events.emit("killed", role=kill.role, slot=kill.slot, step=status.steps)
-                launcher.kill(kill.role, kill.slot)
-            if status.failure is not None:
-                raise self._error(status)
-            if status.finished:
-                return self._result(status, clock, launcher)
+            if status is not None and status is not seen:
+                seen = status
+                clock.note(status)
+                on_status(self._with_happenings(status))
+                self._kill(kills, status, launcher)
+                if status.failure is not None:
+                    raise self._error(status)
+            if seen is not None and seen.finished:
+                finished_at = finished_at or time.monotonic()
+                records = _records(seen, self.plan.servers)
+                if records or time.monotonic() > finished_at + _LAST_WORDS_SECONDS:
+                    return self._result(seen, clock, launcher.stopping, tuple(kills), records)
 
-    def _result(self, status: Status, clock: _Clock, launcher: Launcher) -> JobResult:
+    def _pass_time(self, launcher: Launcher, transport: ZmqTransport) -> None:
+        launcher.tick(time.monotonic())
+        flush(launcher, transport)
+        for envelope in transport.poll(_POLL_SECONDS):
+            launcher.receive(envelope, time.monotonic())
+        pids = self.engine.pids() if launcher.started else {}
+        for peer in launcher.started:
+            self._say("process_started", **_process(peer, pids.get(peer, 0)))
+        launcher.started.clear()
+
+    def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
+        """Kill those whose time has come, and strike them off the list."""
+        for kill in [k for k in kills if status.steps >= k.step and not status.finished]:
+            kills.remove(kill)
+            self._say("killed", role=kill.role, slot=kill.slot, step=status.steps)
+            launcher.kill(kill.role, kill.slot)
+
+    def _say(self, event: str, **figures: Any) -> None:
+        self.events.emit(event, **figures)
+        self._happened.append(Happening(time.time(), event, figures))
+
+    def _with_happenings(self, status: Status) -> Status:
+        happened = sorted([*status.happened, *self._happened], key=lambda happening: happening.at)
+        return msgspec.structs.replace(status, happened=tuple(happened))
+
+    def _result(
+        self, status: Status, clock: _Clock, interrupted: bool, kills: tuple[Kill, ...], records: str
+    ) -> JobResult:
         seconds = clock.seconds()
         return JobResult(
             steps=status.steps,
             samples=status.samples,
-            seconds=seconds,
+            train_seconds=seconds,
             samples_per_second=clock.samples() / seconds if seconds else 0.0,
             test=status.tests[-1],
             tests=status.tests,
             workers_replaced=status.replaced,
+            bad_lines=sum(node.figures.bad_lines for node in status.nodes),
+            kills_missed=kills,
+            records=records,
             folder=self.folder,
-            interrupted=launcher.stopping,
+            interrupted=interrupted,
             versions=status.versions,
             save_errors=status.save_errors,
         )
@@ -286,9 +341,10 @@ class Runner:
         logs = self.folder / "logs"
         if kind == "server":
             rows = sum(n.figures.rows for n in status.nodes if n.peer == peer)
+            held = f"the {rows:,} rows that it held" if rows else "the rows that it was to hold"
             return ServerLost(
-                f"{peer} {text} after {status.steps:,} steps: the {rows:,} rows that it held are lost, and "
-                f"nothing protects them; {self._way_out(status)} (logs: {logs})"
+                f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
+                f"without them; {self._cure(status)} (logs: {logs})"
             )
         if kind == "worker":
             return WorkerFailed(
@@ -298,14 +354,17 @@ class Runner:
         kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
         return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
 
-    def _way_out(self, status: Status) -> str:
-        """What to do about a server that is lost."""
-        if self.plan.saving is None:
-            return "give the job a checkpoint to start again from, or protection that survives a server"
-        if not status.versions and self.plan.resume is None:
-            return "no version had been saved: start the job again, and save more often"
-        version = status.versions[-1] if status.versions else self.plan.resume and self.plan.resume.version
-        return f"start the job again: it goes on from version {version} in {self.plan.saving.config.path}"
+    def _cure(self, status: Status) -> str:
+        """What to do when rows are lost. Protection that would keep a job going is still to come."""
+        resume = self.plan.resume
+        version = status.versions[-1] if status.versions else resume.version if resume else None
+        if version is not None:
+            return f"start it again, and it goes on from its last checkpoint, version {version}"
+        if self.plan.saving is not None:
+            return "it had not saved a checkpoint yet: start it again, and lower checkpoint.every_steps"
+        return (
+            "set checkpoint.path and checkpoint.every_steps, so that it can start again from the last version"
+        )
 
 
 class _Clock:
@@ -327,6 +386,16 @@ class _Clock:
     def samples(self) -> int:
         """Of the time between."""
         return self._last[1] - self._first[1] if self._first and self._last else 0
+
+
+def _process(peer: Peer, pid: int) -> dict[str, Any]:
+    return {"role": peer.role, "slot": peer.slot, "incarnation": peer.incarnation, "pid": pid}
+
+
+def _records(status: Status, servers: int) -> str:
+    """One checksum of all servers' records; "" while one has not told its own."""
+    digests = [n.figures.digest for n in status.nodes if n.peer.role == "server" and n.figures.digest]
+    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest() * (len(digests) == servers)
 
 
 def _keys(folder: str) -> Keys | None:

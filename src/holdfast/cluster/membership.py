@@ -157,6 +157,7 @@ class Supervisor:
         self._keeper = keeper
         self._before = plan.resume.steps if plan.resume else 0
         self._hold = False
+        self._ticked = now
         self._test = 0
         self._tested_at = self._before
         known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
@@ -205,6 +206,13 @@ class Supervisor:
     def tick(self, now: float) -> None:
         """Look for nodes that have fallen silent."""
         timing = self.plan.timing
+        stood_still = now - self._ticked
+        self._ticked = now
+        if stood_still > timing.silent_seconds / 2:
+            # Whoever does not listen cannot tell who was silent.
+            for member in [*self.servers, *self.workers]:
+                member.since += stood_still
+                member.heard = None if member.heard is None else member.heard + stood_still
         for member in [*self.servers, *self.workers]:
             silence = now - (member.since if member.heard is None else member.heard)
             if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
@@ -323,8 +331,9 @@ class Supervisor:
         tester = self.workers[0]
         tested = tester.beat.tested if tester.beat is not None else None
         if tested is not None and self._last_test() < tested.number <= self._test:
+            tested = replace(tested, step=self._tested_at)
             self.tests.append(tested)
-            self.events.append(("test", {"step": self._tested_at, **asdict(tested)}))
+            self.events.append(("test", asdict(tested)))
         waiting = self._test > self._last_test()
         done = all(
             w.stage == "started" and w.beat is not None and w.beat.state == "done" for w in self.workers

@@ -10,7 +10,7 @@ there.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -144,6 +144,10 @@ class Figures(Struct, frozen=True, array_like=True):
     cpu_seconds: tuple[tuple[str, float], ...] = ()
     """Processor time by part of the work."""
     malformed: int = 0
+    bad_lines: int = 0
+    """Lines of the data that a worker has skipped."""
+    digest: str = ""
+    """Servers, once the job is over: a checksum over all records."""
 
 
 class Evaluation(Struct, frozen=True, array_like=True):
@@ -153,6 +157,8 @@ class Evaluation(Struct, frozen=True, array_like=True):
     auc: float
     log_loss: float
     samples: int
+    step: int = 0
+    """Of the job when the test was asked for; the supervisor adds it."""
 
 
 class ViewNumber(Struct, frozen=True, array_like=True, order=True):
@@ -276,6 +282,15 @@ class NodeStatus(Struct, frozen=True, array_like=True):
     figures: Figures = Figures()
 
 
+class Happening(Struct, frozen=True, array_like=True):
+    """An event of the run's log, for those who watch."""
+
+    at: float
+    """Unix seconds."""
+    event: str
+    figures: dict[str, Any] = {}
+
+
 class Status(Struct, frozen=True, array_like=True, tag="status"):
     """Supervisor → launcher: how the job is getting on."""
 
@@ -294,6 +309,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     finished: bool = False
     failure: tuple[str, Peer, str] | None = None
     """What kind, who, and how."""
+    happened: tuple[Happening, ...] = ()
+    """The last few events, so that one report may be lost."""
 
 
 Message = Pull | Rows | Install | Push | Commit | Pushed | Refused | Beat | View | Collect | Saved | Status

@@ -19,7 +19,6 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.background import computed_ahead
 from holdfast.checkpoint.manifest import FileEntry, Version, read_newest
 from holdfast.checkpoint.records import Bytes2D, Rows
 from holdfast.checkpoint.shard import Change, Shard
@@ -34,8 +33,6 @@ from holdfast.options import Differential
 from holdfast.tables.shard import GroupShard
 
 log = logging.getLogger("holdfast.checkpoint")
-
-_BLOCKS_AHEAD = 16
 
 
 class Runs(Protocol):
@@ -240,9 +237,7 @@ class ShardSaver:
             if save is not self._save:
                 return  # given up before it began
             save.shard = self._shard_for(save)
-            blocks = self._encoder.blocks(self._rows(save), self._share)
-            if self._encoder.is_coded:
-                blocks = computed_ahead(blocks, _BLOCKS_AHEAD)
+            blocks = self._encoder.blocks_ahead(self._rows(save), self._share)
             save.change = save.shard.write(self._store, save.version, blocks, baseline=save.baseline)
             self._store.sync()  # the supervisor's publish knows nothing of names that others made
         except Exception as error:

@@ -120,6 +120,16 @@ class Stream:
         within = self._reader.progress() if self._epoch < self._epochs else 0.0
         return min(1.0, (self._epoch + within) / self._epochs)
 
+    @property
+    def bad_lines(self) -> int:
+        """Lines that the reader has skipped in the pass that it is in; 0 for one that skips none."""
+        return int(getattr(self._reader, "bad_lines", 0))
+
+    @property
+    def first_bad(self) -> list[str]:
+        """What was wrong with the first of them."""
+        return list(getattr(self._reader, "first_bad", []))
+
     def _start(self) -> Position:
         """A position up to which all of this worker's batches are done."""
         shares = [min(layout.sharing(self._worker, self._workers)) for layout in self._done]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from holdfast.cluster.keys import load_keys
-from holdfast.cluster.loop import TICK_SECONDS, flush
+from holdfast.cluster.loop import TICK_SECONDS, flush, memory_bytes
 from holdfast.cluster.membership import Durable, Member, Supervisor
-from holdfast.cluster.messages import Figures, NodeStatus, Peer, Status
+from holdfast.cluster.messages import Figures, Happening, NodeStatus, Peer, Status
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.resuming import open_saving
@@ -24,6 +26,7 @@ from holdfast.events import EventLog
 STATE_FILE = "supervisor.json"
 _STATUS_SECONDS = 0.25
 _FAREWELL_SECONDS = 3.0
+_MOST_HAPPENINGS = 16
 
 
 class FileStorage:
@@ -101,8 +104,10 @@ class _Watch:
         self._keeper = keeper
         self._transport = transport
         self._events = events
+        self._happened: deque[Happening] = deque(maxlen=_MOST_HAPPENINGS)
         self._next_tick = 0.0
         self._next_status = 0.0
+        self._shown: object = None
 
     def run(self) -> None:
         machine = self._machine
@@ -123,32 +128,41 @@ class _Watch:
             self._next_tick = now + TICK_SECONDS
             self._machine.tick(now)
             self._tell()
-        if now >= self._next_status:
+        machine = self._machine
+        states = [member.beat.state for member in machine.workers if member.beat is not None]
+        shown = machine.view.number, states
+        if now >= self._next_status or shown != self._shown:
+            self._shown = shown
             self._next_status = now + _STATUS_SECONDS
-            status = _status(self._machine, self._keeper, now)
+            status = _status(self._machine, self._keeper, now, self._happened)
             self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
 
     def _tell(self) -> None:
         for said in [self._machine.events, *([self._keeper.events] if self._keeper else [])]:
             for name, figures in said:
                 self._events.emit(name, **figures)
+                self._happened.append(Happening(time.time(), name, figures))
             said.clear()
         flush(self._machine, self._transport)
 
 
-def _status(machine: Supervisor, keeper: Versions | None, now: float) -> Status:
+def _status(
+    machine: Supervisor, keeper: Versions | None, now: float, happened: Iterable[Happening]
+) -> Status:
     failure = machine.failure
+    me = NodeStatus(machine.me, "watching", 0.0, Figures(memory_bytes=memory_bytes()))
     return Status(
         phase=machine.view.phase,
         steps=machine.steps(),
         samples=machine.samples(),
-        nodes=tuple(_node_status(member, now) for member in [*machine.servers, *machine.workers]),
+        nodes=(me, *(_node_status(member, now) for member in [*machine.servers, *machine.workers])),
         tests=tuple(machine.tests),
         versions=tuple(keeper.saved) if keeper else (),
         save_errors=tuple(keeper.errors) if keeper else (),
         replaced=sum(worker.incarnation - 1 for worker in machine.workers),
         finished=machine.finished,
         failure=(failure.kind, failure.peer, failure.text) if failure else None,
+        happened=tuple(happened),
     )
 
 

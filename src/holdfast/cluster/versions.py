@@ -101,7 +101,7 @@ class Versions:
         self._encoder = encoder_of(plan)
         strategy: Any = self._policy.strategy
         self._layout_name = Shard(0, self._encoder.stored, strategy).layout_name
-        self._baselines = Baselines(strategy)
+        self._baselines = Baselines(self._policy)
         self._open_store = open_store
         self._runs = runs
         self._store: Store | None = None
@@ -244,8 +244,7 @@ class Versions:
         # A number that any server has heard of stands for another instant.
         number = max(self._catalog.next_version(), self._last_number + 1, 1 + max(heard, default=0))
         self._last_number = number
-        full = sum(g.rows * g.record_bytes for g in self._encoder.stored if g.raw_rows_of is None)
-        baseline = not self._era or self._baselines.due(full, self._beyond_bytes)
+        baseline = not self._era or self._baselines.due(self._full_bytes(), self._beyond_bytes)
         self._save = _Save(number, baseline, now, tuple(s.incarnation for s in supervisor.servers))
         self._due_steps, self._due_time = supervisor.steps(), now
         supervisor.request_cut(number, baseline=baseline)
@@ -333,9 +332,8 @@ class Versions:
         self._saved_steps = save.cut.steps
         self.saved.append(save.version)
         written = sum(a.note.bytes for a in save.answers.values())
-        full = sum(g.rows * g.record_bytes for g in self._encoder.stored if g.raw_rows_of is None)
         slowest = max(a.message.seconds for a in save.answers.values())
-        self._baselines.note(written, full, slowest, baseline=save.baseline)
+        self._baselines.note(written, self._full_bytes(), slowest, baseline=save.baseline)
         figures = {"version": save.version, "step": version.step, "baseline": save.baseline}
         self._say(
             "checkpoint_saved",
@@ -426,8 +424,14 @@ class Versions:
 
     def _replace(self, save: _Save) -> None:
         assert self._catalog is not None
-        self._catalog.commit_round(self._era, [answer.note for answer in save.answers.values()])
+        changes = [answer.note for answer in save.answers.values()]
+        self._catalog.commit_round(self._era, changes)
         self._catalog.free_replaced()
+        self._baselines.note_tidied(sum(change.bytes for change in changes), self._full_bytes())
+
+    def _full_bytes(self) -> int:
+        """Bytes of a version that holds everything."""
+        return sum(g.rows * g.record_bytes for g in self._encoder.stored if g.raw_rows_of is None)
 
     def _clear_away(self) -> None:
         """Delete what a save that failed has written: on a full disk the next one needs the space."""

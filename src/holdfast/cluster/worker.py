@@ -27,6 +27,7 @@ from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.stream import Stream
+from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
 from holdfast.data.reader import Batch
 from holdfast.errors import DataError, HoldfastError, TrainingDiverged
@@ -72,14 +73,11 @@ class _Talk(threading.Thread):
             envelopes = self._transport.poll(max(0.0, next_tick - time.monotonic()))
             now = time.monotonic()
             with self.lock:
+                self._machine.figures = self._measured()
                 for envelope in envelopes:
-                    started = time.thread_time()
-                    self._machine.receive(envelope, now)
-                    part = "pull" if isinstance(envelope.message, Rows) else "push"
-                    self.cpu[part] += time.thread_time() - started
+                    self._receive(envelope, now)
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
-                    self._machine.figures = self._measured()
                     self._machine.tick(now)
                 outgoing = self._machine.outbox[:]
                 self._machine.outbox.clear()
@@ -94,8 +92,16 @@ class _Talk(threading.Thread):
                 self._transport.send(envelope)
                 self._faults.after(envelope.message)
 
+    def _receive(self, envelope: Envelope, now: float) -> None:
+        started, before = time.thread_time(), self._machine.sequence
+        self._machine.receive(envelope, now)
+        part = "pull" if isinstance(envelope.message, Rows) else "push"
+        self.cpu[part] += time.thread_time() - started
+        if self._machine.sequence != before:
+            self._faults.reach("pushed", self._machine.sequence)
+
     def _measured(self) -> Figures:
-        """What only this thread may ask the transport."""
+        """The machine's figures with what the transport has counted."""
         counters = self._transport.counters
         return replace(
             self._machine.figures,
@@ -142,7 +148,7 @@ class WorkerProcess:
         self._talk = _Talk(self._machine, transport, self._faults)
         self._cpu: defaultdict[str, float] = defaultdict(float)
         self._loss = float("nan")
-        self._samples = self._steps = 0
+        self._samples = self._steps = self._bad_test_lines = 0
 
     def run(self) -> None:
         """Train until there is nothing left to do, then wait for the end."""
@@ -195,7 +201,9 @@ class WorkerProcess:
     def _feed(self, found: tuple[Position, Batch] | None) -> None:
         started = time.thread_time()
         item = None
-        if found is not None:
+        if found is None:
+            self._print_bad_lines()
+        else:
             position, batch = found
             placed = self._place(batch)
             item = Item(position, self._spreads(placed), (batch, placed), len(batch))
@@ -240,8 +248,9 @@ class WorkerProcess:
         """AUC and log loss over the whole test part, with rows as they are while others train."""
         logits: list[Floats] = []
         labels: list[Floats] = []
+        reader = self._test_reader.split(0, 1)
         with torch.no_grad():
-            for batch in self._test_reader.split(0, 1):
+            for batch in reader:
                 placed = self._place(batch)
                 *pulled, network = self._pull(self._spreads(placed))
                 self._load_network(network)
@@ -249,8 +258,10 @@ class WorkerProcess:
                 labels.append(batch.labels)
         scores, truth = np.concatenate(logits), np.concatenate(labels)
         result = Evaluation(number, auc(scores, truth), log_loss(scores, truth), len(truth))
+        self._bad_test_lines = int(getattr(reader, "bad_lines", 0))
         with self._talk.lock:
             self._machine.tested = result
+            self._machine.figures = self._figures(self._machine.figures)
             self._machine.beat(time.monotonic())
         self._talk.wake()
 
@@ -301,7 +312,14 @@ class WorkerProcess:
             progress=self._stream.progress() if self._stream else 0.0,
             memory_bytes=memory_bytes(),
             cpu_seconds=tuple(sorted(cpu.items())),
+            bad_lines=self._bad_test_lines + (self._stream.bad_lines if self._stream else 0),
         )
+
+    def _print_bad_lines(self) -> None:
+        """To the worker's log: the job's result only counts them."""
+        if self._stream is not None and self._stream.bad_lines:
+            print(f"{self._stream.bad_lines:,} bad lines were skipped, the first of them:")
+            print(*self._stream.first_bad, sep="\n")
 
     def _fail(self, error: str) -> None:
         with self._talk.lock:

@@ -37,6 +37,37 @@ def _prefetch(typing_context, address):
     return types.void(address), generate
 
 
+_LINE = 64  # bytes of a cache line
+
+
+@intrinsic
+def _stream_line(typing_context, target, source):
+    """Copy a cache line, at addresses, past the caches: it is not read before it is written."""
+
+    def generate(context, builder, signature, arguments):
+        half = ir.VectorType(ir.IntType(64), 4)
+        to, from_ = (builder.inttoptr(a, half.as_pointer()) for a in arguments)
+        hint = builder.module.add_metadata([ir.IntType(32)(1)])
+        places = [ir.IntType(64)(k) for k in range(_LINE // 32)]
+        values = [builder.load(builder.gep(from_, [k]), align=8) for k in places]
+        for k, value in zip(places, values, strict=True):
+            builder.store(value, builder.gep(to, [k]), align=32).set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(target, source), generate
+
+
+@intrinsic
+def _finish_streams(typing_context):
+    """Lines that were streamed are in memory before anything that is written from here on."""
+
+    def generate(context, builder, signature, arguments):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 @intrinsic
 def _trailing_zeros(typing_context, word):
     """How many of a word's lowest bits are 0: the place of its lowest 1."""
@@ -314,6 +345,40 @@ def scatter_rows(addresses, firsts, ids, values, positions):
     numbering, each of as many words as a row of ``values``. ids ascend and lie within the numbering: the
     caller's duty. Without positions: every row.
     """
+    if are_lines(addresses, values.shape[1] * values.itemsize):
+        _scatter_lines(addresses, firsts, ids, values, positions)
+    else:
+        _scatter_words(addresses, firsts, ids, values, positions)
+
+
+@njit(cache=True, nogil=True)
+def are_lines(addresses, row_bytes):
+    """Whether rows are whole cache lines in every table."""
+    whole = row_bytes % _LINE == 0
+    for t in range(addresses.shape[0]):
+        whole &= addresses[t] % _LINE == 0
+    return whole
+
+
+@njit(cache=True, nogil=True)
+def _scatter_lines(addresses, firsts, ids, values, positions):
+    """Rows that lie anywhere are not in the caches, and writing whole lines they need not come there."""
+    row_bytes = values.shape[1] * values.itemsize
+    source = values.ctypes.data
+    some = positions.shape[0] > 0
+    table = 0
+    for i in range(positions.shape[0] if some else ids.shape[0]):
+        p = positions[i] if some else i
+        while ids[p] >= firsts[table + 1]:
+            table += 1
+        row = addresses[table] + (ids[p] - firsts[table]) * row_bytes
+        for offset in range(0, row_bytes, _LINE):
+            _stream_line(row + offset, source + p * row_bytes + offset)
+    _finish_streams()
+
+
+@njit(cache=True, nogil=True)
+def _scatter_words(addresses, firsts, ids, values, positions):
     words = values.shape[1]
     row_bytes = words * values.itemsize
     some = positions.shape[0] > 0

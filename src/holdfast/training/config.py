@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from holdfast.data.criteo_shape import Cardinalities
 from holdfast.errors import ConfigError
 from holdfast.models.presets import PRESETS, Architecture, Sizes
+from holdfast.options import Kill
 from holdfast.recipe import Recipe, plain
 from holdfast.training.saving import CheckpointConfig
 
@@ -35,7 +36,9 @@ class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class _OwnConfig(_Section, frozen=True, kw_only=True):
+class OwnConfig(_Section, frozen=True, kw_only=True):
+    """Something of the user's: what to call, and with what."""
+
     build: str
     """The import path of a function or class, "package.module:name"."""
     arguments: dict[str, Any] = {}
@@ -46,12 +49,18 @@ class _OwnConfig(_Section, frozen=True, kw_only=True):
         return Recipe(self.build, self.arguments)
 
 
-class OwnModelConfig(_OwnConfig, frozen=True, kw_only=True, tag_field="kind", tag="own"):
+class OwnModelConfig(OwnConfig, frozen=True, kw_only=True, tag_field="kind", tag="own"):
     """A model of the user's: ``build(reader, **arguments)`` (see ``holdfast.training.networks``)."""
 
 
-class OwnDataConfig(_OwnConfig, frozen=True, kw_only=True, tag_field="source", tag="own"):
-    """A reader of the user's: ``build(part, batch_size, **arguments)`` for the parts "train" and "test"."""
+class OwnDataConfig(OwnConfig, frozen=True, kw_only=True, tag_field="source", tag="own"):
+    """A reader of the user's: ``build(part, batch_size, **arguments)`` for the parts "train" and "test".
+
+    ``arguments`` may give ``part`` and ``batch_size``, too: then those count.
+    """
+
+    test: OwnConfig | None = None
+    """What makes the reader of the test part, if it is another."""
 
 
 class ModelConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="preset"):
@@ -116,12 +125,46 @@ class OptimizerConfig(_Section, frozen=True, kw_only=True):
         return self.lr if self.lr is not None else DEFAULT_RATES[self.name]
 
 
+class JobConfig(_Section, frozen=True, kw_only=True):
+    """Training in many processes (see ``holdfast.Job``); without servers, in this one."""
+
+    servers: NotNegative = 0
+    workers: Positive = 2
+    atomic: bool = False
+    """Whether a batch counts at all servers or at none."""
+    staleness: NotNegative = 1
+    """How many of its own batches a worker's rows may lack."""
+    bind: str = "tcp://127.0.0.1"
+    keys: str | None = None
+    """The folder of keys: needed to listen anywhere but on this machine."""
+    kill: tuple[str, ...] = ()
+    """Processes to kill on the way, to see what happens: "server:2@step:300"."""
+    silent_seconds: Annotated[float, Meta(ge=0.5)] = 5.0
+    """A process that has given no sign of life for so long is taken for dead."""
+
+    @property
+    def kills(self) -> tuple[Kill, ...]:
+        """What ``kill`` says."""
+        return tuple(Kill.parse(text) for text in self.kill)
+
+    def check(self) -> None:
+        """ConfigError for what the types cannot rule out."""
+        if self.kill and not self.servers:
+            raise ConfigError(
+                f"job.kill is {', '.join(self.kill)} but job.servers is 0, so that there are no processes to "
+                "kill: set job.servers (--servers) to train in several"
+            )
+        for kill in self.kills:
+            kill.check(self.servers, self.workers)
+
+
 class Config(_Section, frozen=True, kw_only=True):
     """Everything that decides a run."""
 
     model: ModelConfig | OwnModelConfig = ModelConfig()
     data: SyntheticConfig | CriteoConfig | OwnDataConfig = SyntheticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    job: JobConfig = JobConfig()
     checkpoint: CheckpointConfig | None = None
     """Of a job: where and when it is saved."""
     batch_size: Positive = 2048
@@ -132,7 +175,7 @@ class Config(_Section, frozen=True, kw_only=True):
     report_every: Positive = 20
     """Steps between progress events."""
     threads: NotNegative = 0
-    """Threads that PyTorch computes with; 0: as many as it finds cores."""
+    """Threads that PyTorch computes with; 0: as many as it finds cores, and one in each worker of a job."""
     seed: NotNegative = 0
     run: str | None = None
     """The run's folder; by default a new one under ``runs/``."""
@@ -161,6 +204,7 @@ def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: A
         raise ConfigError(f"configuration: {_readable(str(error))}") from None
     if isinstance(config.model, ModelConfig):
         config.model.sizes()
+    config.job.check()
     return config
 
 
@@ -251,10 +295,13 @@ def _section_of(hint: Any, value: Any, name: str) -> type[Struct] | None:
 
 
 def _nearest(key: str, section: type[Struct], prefix: str) -> str:
+    # A key of this name in another kind of this section would be no help.
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_keys() if name != f"{prefix}{key}"}
+    if key in everywhere and not prefix:
+        return f"; did you mean {everywhere[key]}?"
     here = difflib.get_close_matches(str(key), section.__struct_fields__, n=1, cutoff=0.5)
     if here:
         return f"; did you mean {prefix}{here[0]}?"
-    everywhere = {name.rsplit(".", 1)[-1]: name for name in _all_keys()}
     elsewhere = difflib.get_close_matches(str(key), everywhere, n=1, cutoff=0.7)
     if elsewhere:
         return f"; did you mean {everywhere[elsewhere[0]]}?"
@@ -264,7 +311,7 @@ def _nearest(key: str, section: type[Struct], prefix: str) -> str:
 def _all_keys() -> Iterable[str]:
     sections = {
         OwnModelConfig: "model", ModelConfig: "model", CriteoConfig: "data", SyntheticConfig: "data",
-        OptimizerConfig: "optimizer", CheckpointConfig: "checkpoint",
+        OptimizerConfig: "optimizer", JobConfig: "job", CheckpointConfig: "checkpoint",
     }  # fmt: skip
     for section, prefix in sections.items():
         yield from (f"{prefix}.{key}" for key in section.__struct_fields__)

@@ -15,8 +15,12 @@ _MEMBERS = ("table_rows", "dense_features", "__iter__", "split", "progress", "st
 
 
 def make_reader(recipe: Recipe, part: Literal["train", "test"], batch_size: int) -> Reader:
-    """What the recipe gives, ``reader(part, batch_size, **arguments)``, checked to be a ``Reader``."""
-    reader = make(recipe, part=part, batch_size=batch_size)
+    """What the recipe gives, ``reader(part, batch_size, **arguments)``, checked to be a ``Reader``.
+
+    A part or batch size that the recipe gives itself comes before these.
+    """
+    extra = {"part": part, "batch_size": batch_size}
+    reader = make(recipe, **{name: value for name, value in extra.items() if name not in recipe.arguments})
     check_has(reader, _MEMBERS, recipe.path, "a reader as holdfast.Reader describes it")
     return reader  # type: ignore[no-any-return]
 
@@ -25,8 +29,11 @@ def build_readers(config: Config) -> tuple[Reader, Reader]:
     """The training part and the test part."""
     data = config.data
     if isinstance(data, OwnDataConfig):
-        train, test = (make_reader(data.recipe, part, config.batch_size) for part in ("train", "test"))
-        return train, test
+        test = (data.test or data).recipe
+        return (
+            make_reader(data.recipe, "train", config.batch_size),
+            make_reader(test, "test", config.batch_size),
+        )
     rows = capped_rows(data.cardinalities, data.max_rows)
     if isinstance(data, SyntheticConfig):
 

@@ -37,7 +37,7 @@ def run(config: Config, console: Console) -> Outcome:
     """
     folder = make_folder(config.run)
     (folder / "config.yaml").write_text(to_yaml(config))
-    with EventLog(folder) as events, _board(config, folder) as board:
+    with EventLog(folder) as events, tensorboard(config, folder) as board:
         events.emit("config", **msgspec.to_builtins(config))
         try:
             trainer = Trainer(config, events)
@@ -91,7 +91,7 @@ def _stop_on_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _board(config: Config, folder: Path) -> Iterator[Callable[[Progress], None]]:
+def tensorboard(config: Config, folder: Path) -> Iterator[Callable[[Progress], None]]:
     """Writes the same figures for TensorBoard, if asked to."""
     if not config.tensorboard:
         yield lambda progress: None

@@ -49,13 +49,14 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class _TimeLeft:
+class TimeLeft:
     """Extrapolates from the share that is done, tests included: they come at a steady rate."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
 
     def __call__(self, fraction: float) -> float | None:
+        """Seconds, now that this share is done; None before anything is."""
         if fraction <= 0:
             return None
         return (time.monotonic() - self._started) * (1 - fraction) / fraction
@@ -65,7 +66,7 @@ class LiveView:
     """A progress bar with the figures beside it."""
 
     def __init__(self, console: Console) -> None:
-        self._left = _TimeLeft()
+        self._left = TimeLeft()
         self._bar = Progress(
             BarColumn(bar_width=24),
             TaskProgressColumn(),
@@ -95,7 +96,7 @@ class PlainView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._left = _TimeLeft()
+        self._left = TimeLeft()
         self._last = time.monotonic()
 
     def __enter__(self) -> Self:

@@ -463,3 +463,14 @@ def test_waking_a_poll_from_another_thread() -> None:
 def test_limits_make_sense() -> None:
     with pytest.raises(ConfigError, match="max_frames is 0"):
         Limits(max_frames=0)
+    with pytest.raises(ConfigError, match=r"max_queued is \d+: expected 1 to 2147483647"):
+        Limits(max_queued=1 << 31)
+
+
+def test_a_transport_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that is left open keeps its context from closing."""
+    monkeypatch.setattr("holdfast.cluster.transport.zmq.COPY_BELOW_BYTES", 1 << 40)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OverflowError):
+        ZmqTransport(SERVER, JOB, "tcp://127.0.0.1")
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -18,6 +18,9 @@ from holdfast.checkpoint.stretches import open_file
 from holdfast.options import Chunked
 
 ROUND_BYTES = 1 << 30
+# Between rounds, files are rewritten if that frees this share of the store, and more than it writes.
+_WORTH_FREEING = 0.05
+_MOSTLY = 0.5
 
 
 @dataclass
@@ -29,6 +32,10 @@ class _OpenFile:
     dead: int = 0
     deaths: list[tuple[int, int, RowIds]] = field(default_factory=list)
     """(group, version, ids)"""
+
+    def freed_by(self, oldest_kept: int) -> int:
+        """Records of which it is known that no version from this one on needs them."""
+        return sum(len(ids) for _, version, ids in self.deaths if version <= oldest_kept)
 
 
 class Rounds:
@@ -60,20 +67,25 @@ class Rounds:
                 self._note_open(file, version)
 
     def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> Change | None:
-        """Run a round if one is due and some file is worth it."""
-        if (version - self._base) % self.strategy.round_versions:
-            return None
+        """Run a round if one is due and some file is worth it; or give back what nobody needs."""
         files = list(self._files.values())
+        round_is_due = (version - self._base) % self.strategy.round_versions == 0
         chosen = rounds.choose(
-            [f.dead for f in files],
+            [f.dead if round_is_due else f.freed_by(kept_versions[0]) for f in files],
             [f.entry.rows for f in files],
             [f.entry.bytes for f in files],
-            self.strategy.dead_fraction,
+            self.strategy.dead_fraction if round_is_due else _MOSTLY,
             ROUND_BYTES,
         )
-        if not chosen:
+        taken = [files[i] for i in chosen]
+        if not taken or not (round_is_due or self._is_worth_freeing(taken, kept_versions[0])):
             return None
-        return self._run_round(store, version, [files[i] for i in chosen], kept_versions)
+        return self._run_round(store, version, taken, kept_versions)
+
+    def _is_worth_freeing(self, taken: Sequence[_OpenFile], oldest_kept: int) -> bool:
+        freed = sum(f.entry.bytes * f.freed_by(oldest_kept) / max(f.entry.rows, 1) for f in taken)
+        baseline = sum(g.rows * g.record_bytes for g in self.groups if g.raw_rows_of is None)
+        return freed > _WORTH_FREEING * (baseline + self.live_bytes())
 
     def resume(self, store: Store, era: Era) -> None:
         """Take up an era. Reads which rows are in each of its files, not the rows."""

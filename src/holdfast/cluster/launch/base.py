@@ -20,6 +20,9 @@ class Engine(Protocol):
     def signal(self, peer: Peer, number: int) -> None:
         """Send a signal to a process; one that has ended is left alone."""
 
+    def pids(self) -> dict[Peer, int]:
+        """The numbers of the processes that have an assignment."""
+
     def exited(self) -> list[tuple[Peer, int]]:
         """The processes that have ended since this was last asked, with exit code or negative signal."""
 

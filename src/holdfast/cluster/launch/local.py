@@ -149,9 +149,13 @@ class LocalLauncher:
     def close(self, timeout_seconds: float = 5.0) -> None:
         """End all processes: by the end of their input, then by SIGTERM, then by force. None is left.
 
-        Closing twice does no harm. Processes that ended by this are not reported.
+        Those that wait for an assignment have nothing to finish, and would not look at their input before all
+        is loaded: they are killed. Closing twice does no harm. Processes that ended by this are not reported.
         """
-        processes = [*self._running.values(), *(process for warm in self._warm.values() for process in warm)]
+        waiting = [process for warm in self._warm.values() for process in warm]
+        for process in waiting:
+            process.popen.send_signal(signals.SIGKILL)
+        processes = [*self._running.values(), *waiting]
         for process in processes:
             process.close_stdin()
         left = _wait(processes, timeout_seconds)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdfast.cluster.messages import Message, Peer
 
-Frame = NDArray[Any] | memoryview | bytes
+Frame = NDArray[Any] | memoryview | bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +49,11 @@ class Node(Protocol):
 
 
 def as_array(frame: Frame, dtype: np.dtype[Any] | type, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A frame as an array, without a copy; raises ValueError if its length is another."""
-    return np.frombuffer(frame, dtype).reshape(shape)
+    """A frame as an array, without a copy; raises ValueError if its length is another.
+
+    Nobody may write to it: some frames are read-only, and for a mixture of both kinds every loop would be
+    compiled again, in the midst of a job.
+    """
+    array = np.frombuffer(frame, dtype).reshape(shape)
+    array.flags.writeable = False
+    return array

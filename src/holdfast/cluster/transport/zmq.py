@@ -34,6 +34,11 @@ _POLL_MESSAGES: Final = 1024
 """At most so many from one socket at a time, or a flood would keep ``poll`` from returning."""
 _KNOWN_PEERS: Final = 16384
 """Routes that a ROUTER remembers; a peer whose route is forgotten is known again when it speaks."""
+# Plain numbers: those of zmq are enums, and each operation on one costs a microsecond.
+_NOW: Final = int(zmq.DONTWAIT)
+_NOW_AND_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _MONITOR_ENDPOINT: Final = "inproc://holdfast.monitor"
 _HANDSHAKE_FAILED: Final = (
@@ -62,8 +67,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_header_bytes", "max_frames", "max_message_bytes", "max_queued"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"Limits: {name} is {getattr(self, name)}: expected at least 1")
+            if not 1 <= getattr(self, name) < 1 << 31:
+                raise ConfigError(f"Limits: {name} is {getattr(self, name)}: expected 1 to 2147483647")
 
 
 @dataclass(slots=True)
@@ -184,7 +189,7 @@ class ZmqTransport:
             if known is not None:
                 _send_all(known[1], header, frames)
             elif self._router is not None and envelope.target in self._routes:
-                self._router.send(self._routes[envelope.target], zmq.SNDMORE | zmq.DONTWAIT)
+                self._router.send(self._routes[envelope.target], _NOW_AND_MORE)
                 _send_all(self._router, header, frames)
             else:
                 self.counters.unroutable += 1
@@ -230,15 +235,10 @@ class ZmqTransport:
             return
         if self._router is not None:
             self._router.disable_monitor()
-        linger = round(linger_seconds * 1000)
-        for _, dealer in self._dealers.values():
-            dealer.close(linger)
-        for socket in (self._router, self._monitor, self._gate):
-            if socket is not None:
-                socket.close(linger)
         self._dealers.clear()
         self._routes.clear()
-        self._context.term()
+        # It closes all sockets that it has made; one that is forgotten would keep it waiting for ever.
+        self._context.destroy(round(linger_seconds * 1000))
         os.close(self._wake)
 
     def __enter__(self) -> ZmqTransport:
@@ -318,7 +318,7 @@ class ZmqTransport:
         assert self._monitor is not None
         for _ in range(_POLL_MESSAGES):
             try:
-                self._monitor.recv_multipart(zmq.DONTWAIT)
+                self._monitor.recv_multipart(_NOW)
             except zmq.Again:
                 return
             self.counters.refused += 1
@@ -326,16 +326,17 @@ class ZmqTransport:
     def _drain(self, socket: zmq.Socket[bytes], envelopes: list[Envelope]) -> None:
         for _ in range(_POLL_MESSAGES):
             try:
-                parts = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                parts = socket.recv_multipart(_NOW, copy=False)
             except zmq.Again:
                 return
             route = parts.pop(0).bytes if socket is self._router else None
             envelope = self._open(parts)
-            if envelope is None:
-                continue
-            if route is not None:
-                self._learn(envelope.source, route)
-            envelopes.append(envelope)
+            if envelope is not None:
+                if route is not None:
+                    self._learn(envelope.source, route)
+                envelopes.append(envelope)
+            if not int(socket.get(_EVENTS)) & _POLLIN:  # quicker than to be told by an exception
+                return
 
     def _learn(self, peer: Peer, route: bytes) -> None:
         self._routes.pop(peer, None)  # to the end: the first one is the one that was silent for longest
@@ -392,14 +393,14 @@ def _flat(frame: Frame) -> memoryview[Any]:
 def _send_all(socket: zmq.Socket[bytes], header: bytes, frames: list[memoryview[Any]]) -> None:
     """Send a message without waiting; raises ``zmq.Again`` if it was dropped."""
     last = len(frames) - 1
-    socket.send(header, zmq.DONTWAIT | (zmq.SNDMORE if frames else 0))
+    socket.send(header, _NOW_AND_MORE if frames else _NOW)
     for index, frame in enumerate(frames):
-        more = zmq.SNDMORE if index < last else 0
+        flags = _NOW_AND_MORE if index < last else _NOW
         try:
-            socket.send(frame, zmq.DONTWAIT | more, copy=frame.nbytes < COPY_BELOW_BYTES)
+            socket.send(frame, flags, copy=frame.nbytes < COPY_BELOW_BYTES)
         except zmq.Again:
             # The connection broke between two frames. ZeroMQ swallows frames up to the end of the message:
             # give it that end, or the next message goes the same way.
-            if more:
-                socket.send(b"", zmq.DONTWAIT)
+            if index < last:
+                socket.send(b"", _NOW)
             raise

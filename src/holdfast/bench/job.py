@@ -1,0 +1,258 @@
+"""``bench job``: servers and workers on one machine against the plain PyTorch loop, and what they cost.
+
+Both sides take turns: while one runs, the other holds. A job's speed is that of all its workers together,
+over windows that begin and end with every worker between two batches, so that samples are counted exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
+from holdfast.bench.train import PlainLoop
+from holdfast.cluster.job import Runner
+from holdfast.cluster.launch.local import LocalLauncher
+from holdfast.cluster.messages import Status
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.planning import plan_job
+from holdfast.errors import HoldfastError
+from holdfast.events import EventLog
+from holdfast.tables.lookup import Placer
+from holdfast.training.config import Config, load
+from holdfast.training.readers import build_readers
+from holdfast.training.trainer import Trainer
+
+BATCH = 2048
+MAX_ROWS = 100_000
+WORKERS = 2
+PARTS = ("pull", "compute", "push", "transport", "server")
+
+
+def run(report: Report) -> None:
+    """Both presets against plain PyTorch; then numbers of servers and sizes of tables; then accuracy."""
+    rounds, seconds = (3, 4.0) if report.quick else (9, 8.0)
+    report.settings.update(
+        batch_size=BATCH, max_rows=MAX_ROWS, rounds=rounds, window_seconds=seconds, optimizer="adagrad",
+        servers=4, workers=WORKERS,
+    )  # fmt: skip
+    for preset in ("kaggle", "terabyte"):
+        _compare(report, preset, rounds, seconds)
+    _cpu_of_shapes(report, rounds, seconds)
+    _accuracy(report)
+
+
+def _config(preset: str, max_rows: int = MAX_ROWS) -> Config:
+    return load(
+        None,
+        [
+            f"model.preset=criteo-{preset}", f"data.max_rows={max_rows}", f"data.cardinalities={preset}",
+            f"batch_size={BATCH}", "data.samples=1000000000", "data.test_samples=1",
+        ],
+    )  # fmt: skip
+
+
+class LiveJob:
+    """A job that runs in windows: between them all of its workers hold."""
+
+    def __init__(self, config: Config, servers: int) -> None:
+        self.plan: JobPlan = plan_job(config, servers=servers, workers=WORKERS)
+        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-bench-")
+        self._status: Status | None = None
+        self._news = threading.Condition()
+        self._holding = True
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        folder = Path(self._folder.name)
+        try:
+            with EventLog(folder) as events:
+                runner = Runner(self.plan, LocalLauncher(folder), folder, events)
+                runner.run(self._note, lambda: self._stopping, lambda: self._holding)
+        except BaseException as error:
+            with self._news:
+                self._error = error
+                self._news.notify_all()
+
+    def _note(self, status: Status) -> None:
+        with self._news:
+            self._status = status
+            self._news.notify_all()
+
+    def hold(self) -> Status:
+        """Let all workers come to a stand; how things are then."""
+        self._holding = True
+        with self._news:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                status = self._status
+                workers = [n for n in status.nodes if n.peer.role == "worker"] if status else []
+                stand = bool(workers) and all(n.state == "held" for n in workers)
+                if status and status.phase == "holding" and stand:
+                    return status
+                if not self._news.wait(120):
+                    raise HoldfastError("the job did not come to a stand within two minutes")
+
+    def window(self, seconds: float) -> tuple[Status, Status, float]:
+        """Run for about so long: how things were before and after, and the seconds between."""
+        before = self.hold()
+        started = time.perf_counter()
+        self._holding = False
+        time.sleep(seconds)
+        after = self.hold()
+        return before, after, time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the job and remove its files."""
+        self._stopping, self._holding = True, False
+        self._thread.join()
+        self._folder.cleanup()
+
+
+@contextmanager
+def _job(config: Config, servers: int) -> Iterator[LiveJob]:
+    job = LiveJob(config, servers)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def _compare(report: Report, preset: str, rounds: int, seconds: float) -> None:
+    config = _config(preset)
+    torch.set_num_threads(2)
+    reader, _ = build_readers(config)
+    plain = PlainLoop(f"criteo-{preset}", reader, lr=config.optimizer.rate)
+    costs: list[dict[str, float]] = []
+    moved: list[float] = []
+    with _job(config, servers=4) as job:
+
+        def ours() -> float:
+            before, after, elapsed = job.window(seconds)
+            costs.append(_cpu_ms(before, after))
+            moved.append(_bytes_per_step(before, after))
+            return (after.samples - before.samples) / elapsed
+
+        def theirs() -> float:
+            steps = max(2, round(seconds / plain_step))
+            return steps * BATCH / stopwatch(lambda: plain.train(steps))
+
+        plain_step = stopwatch(lambda: plain.train(2)) / 2
+        sides = {"job": ours, "plain": theirs}
+        interleave(sides, 1)
+        costs.clear()
+        moved.clear()
+        speeds = interleave(sides, rounds)
+    report.raw[f"job.{preset}"] = {**speeds, "cpu_ms": costs, "bytes_per_step": moved}
+    report.figure(
+        f"job.{preset}.ratio", ratio(speeds["job"], speeds["plain"]), "job / plain PyTorch, two threads"
+    )
+    report.figure(f"job.{preset}.samples_per_second", Spread.of(speeds["job"]))
+    for part in PARTS:
+        report.figure(f"job.{preset}.cpu_ms.{part}", Spread.of([cost[part] for cost in costs]), "a step")
+    least = _least_bytes(config, job.plan)
+    worst = Spread.of([each / least for each in moved])
+    name = "job.bytes_over_minimum" if preset == "kaggle" else f"job.{preset}.bytes_over_minimum"
+    report.figure(name, worst, "weights in, gradients out, ids once")
+
+
+def _cpu_of_shapes(report: Report, rounds: int, seconds: float) -> None:
+    """The processor time of a step with 2, 4 and 8 servers, and with ten times the rows, in turns."""
+    shapes = {
+        "servers2": (_config("kaggle"), 2),
+        "servers4": (_config("kaggle"), 4),
+        "servers8": (_config("kaggle"), 8),
+        "rows10": (_config("kaggle", 10 * MAX_ROWS), 4),
+    }
+    jobs = {name: LiveJob(config, servers) for name, (config, servers) in shapes.items()}
+    try:
+
+        def cost(name: str) -> float:
+            before, after, _ = jobs[name].window(seconds)
+            return sum(_cpu_ms(before, after).values())
+
+        sides = {name: functools.partial(cost, name) for name in jobs}
+        interleave(sides, 1)
+        costs = interleave(sides, rounds)
+    finally:
+        for job in jobs.values():
+            job.close()
+    report.raw["job.shapes.cpu_ms"] = costs
+    report.figure(
+        "job.servers8_over_servers2.cpu", ratio(costs["servers8"], costs["servers2"]), "CPU of a step"
+    )
+    report.figure("job.servers4_over_servers2.cpu", ratio(costs["servers4"], costs["servers2"]))
+    rows = {name: _rows_of_a_batch(config) for name, (config, _) in shapes.items()}
+    report.settings["rows_of_a_batch"] = rows
+    touched = rows["rows10"] / rows["servers4"]
+    note = f"tables of up to ten times the rows, of which a batch touches {touched:.2f} times as many"
+    report.figure("job.tables10x.cpu", ratio(costs["rows10"], costs["servers4"]), note)
+
+
+def _rows_of_a_batch(config: Config) -> float:
+    reader, _ = build_readers(config)
+    plan = plan_job(config, servers=4, workers=WORKERS)
+    placer = Placer(plan.groups[0], plan.placement)
+    rows = [placer.place(batch.ids).unique for batch, _ in zip(reader.split(0, 1), range(20), strict=False)]
+    return sum(rows) / len(rows)
+
+
+def _accuracy(report: Report) -> None:
+    """AUC of the reference trainer and of a job on the same seeds."""
+    seeds, samples = (2, 100_000) if report.quick else (5, 600_000)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for seed in range(seeds):
+        config = load(None, [f"data.samples={samples}", f"seed={seed}"])
+        theirs.append(Trainer(config).run().test.auc)
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as name, EventLog(Path(name)) as events:
+            folder = Path(name)
+            plan = plan_job(config, servers=4, workers=WORKERS)
+            ours.append(Runner(plan, LocalLauncher(folder), folder, events).run().auc)
+    report.raw["job.auc"] = {"job": ours, "trainer": theirs}
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    report.figure("job.auc_minus_trainer", Spread.of(differences), f"{seeds} seeds, {samples:,} samples")
+    report.figure("job.trainer_seed_noise", statistics.stdev(theirs), "standard deviation over seeds")
+
+
+def _cpu_ms(before: Status, after: Status) -> dict[str, float]:
+    """Processor time of a step, by part of the work."""
+    steps = after.steps - before.steps
+    used: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    for old, new in zip(before.nodes, after.nodes, strict=True):
+        then, now = dict(old.figures.cpu_seconds), dict(new.figures.cpu_seconds)
+        gone = {part: now[part] - then.get(part, 0.0) for part in now}
+        process = gone.pop("process", 0.0)
+        for part, seconds in gone.items():
+            used[part] += seconds
+        used["server" if new.peer.role == "server" else "transport"] += process - sum(gone.values())
+    return {part: seconds / steps * 1000 for part, seconds in used.items()}
+
+
+def _bytes_per_step(before: Status, after: Status) -> float:
+    """What workers received and sent."""
+    total = 0
+    for old, new in zip(before.nodes, after.nodes, strict=True):
+        if new.peer.role == "worker":
+            total += new.figures.bytes_in + new.figures.bytes_out
+            total -= old.figures.bytes_in + old.figures.bytes_out
+    return total / (after.steps - before.steps)
+
+
+def _least_bytes(config: Config, plan: JobPlan) -> float:
+    """What must move for a batch: each different row's weights and gradient, its id once, the network
+    twice."""
+    tables, network = plan.groups[0], plan.groups[-1]
+    return _rows_of_a_batch(config) * (tables.dim * 8 + 4) + 8 * network.rows * network.dim

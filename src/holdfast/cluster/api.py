@@ -1,0 +1,295 @@
+"""``Job``: training in many processes, from a few lines of Python or a configuration. Read this first.
+
+The way down from here: ``planning`` makes the plan that all processes share, ``job.Runner`` starts and
+watches them, ``supervisor``, ``server`` and ``worker`` are what they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.cluster.job import JobResult, Runner
+from holdfast.cluster.keys import load_keys
+from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
+from holdfast.cluster.messages import Status
+from holdfast.cluster.plan import Timing
+from holdfast.cluster.planning import plan_job
+from holdfast.cluster.progress import JobProgress, Reports
+from holdfast.cluster.transport.address import listen_address
+from holdfast.data.criteo import Criteo
+from holdfast.data.synthetic import Synthetic
+from holdfast.errors import ConfigError
+from holdfast.events import EventLog
+from holdfast.options import Kill
+from holdfast.recipe import Recipe, recipe_of
+from holdfast.training.config import Config, load, to_yaml
+from holdfast.training.session import make_folder, tensorboard
+
+TEST_SAMPLES = 100_000
+"""Of a ``Synthetic`` reader's test part, if none is given."""
+
+Made = object | str | tuple[str, Mapping[str, Any]]
+"""A model or reader of Holdfast's, an import path "package.module:callable", or one with arguments."""
+
+
+class Job:
+    """Trains a model in many processes: servers hold its rows, workers compute.
+
+    Args:
+        model: a ``DLRM``, ``DeepFM`` or ``PNN``; or the import path of a function that takes a reader and
+            gives a network, "package.module:build", or (path, arguments). A model that is given itself is
+            made again in every worker, as it was when it was made: weights that it has learned since are
+            not used.
+        data: a ``Synthetic`` or ``Criteo`` reader; or the import path of a function ``reader(part,
+            batch_size)``, or (path, arguments). Workers share its batches.
+        servers: processes that hold rows.
+        workers: processes that compute.
+        test_data: what to test on, given as ``data`` is. By default the matching test part: 100,000 samples
+            of the same teacher for ``Synthetic``, the part that ``test_fraction`` or ``test_files`` leave
+            for ``Criteo``, ``reader("test", batch_size)`` for an import path.
+        optimizer: "sgd", "momentum", "adagrad", "rowwise-adagrad" or "adam".
+        lr: the learning rate; by default one that suits the optimizer.
+        batch_size: samples in a batch; a reader that is given itself has its own. 2048 by default.
+        epochs: how often all data is gone over.
+        max_steps: end after so many batches, of all workers together.
+        test_every: batches between tests, which one worker makes while the others train; 0: at the end only.
+        seed: of the first values.
+        atomic: whether a batch counts at all servers or at none, at the price of a second message.
+        staleness: how many of its own batches a worker's rows may lack: 1 lets it pull rows while it
+            computes, 0 is synchronous.
+        run: the run's folder; by default a new one under ``runs/``.
+        engine: where processes run: "local", on this machine.
+        bind: the address that processes listen on; any but loopback needs keys.
+        keys: the folder of keys (see ``holdfast.cluster.keys``).
+        checkpoint: where to save the job, a folder or a URL; or the keys of the ``checkpoint`` section, such
+            as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job goes on
+            from the newest.
+        kill: processes to kill on the way, such as "worker:1@step:200", to see what happens.
+    """
+
+    def __init__(
+        self,
+        model: Made,
+        data: Made,
+        *,
+        servers: int = 4,
+        workers: int = 2,
+        test_data: Made | None = None,
+        optimizer: str = "adagrad",
+        lr: float | None = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        test_every: int = 0,
+        seed: int = 0,
+        atomic: bool = False,
+        staleness: int = 1,
+        run: str | os.PathLike[str] | None = None,
+        engine: Literal["local"] = "local",
+        bind: str = "tcp://127.0.0.1",
+        keys: str | os.PathLike[str] | None = None,
+        checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        kill: Sequence[str | Kill] = (),
+    ) -> None:
+        if engine != "local":
+            raise ConfigError(f"engine is {engine!r}: expected 'local', the only one there is so far")
+        data_section, batch_size = _data(data, test_data, batch_size)
+        job = {
+            "servers": servers, "workers": workers, "atomic": atomic, "staleness": staleness, "bind": bind,
+            "keys": None if keys is None else os.fspath(keys), "kill": [str(one) for one in kill],
+        }  # fmt: skip
+        self.config = _checked(
+            load(
+                model=_section(_recipe(model, "model")),
+                data=data_section,
+                optimizer={"name": optimizer, "lr": lr},
+                job=job,
+                checkpoint=_checkpoint(checkpoint),
+                batch_size=batch_size,
+                epochs=epochs,
+                max_steps=max_steps,
+                test_every=test_every,
+                seed=seed,
+                run=None if run is None else os.fspath(run),
+            )
+        )
+        """All that decides the run."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> Job:
+        """The job that a configuration describes; its ``job.servers`` must not be 0."""
+        job = cls.__new__(cls)
+        job.config = _checked(config)
+        return job
+
+    def run(self, on_status: Callable[[JobProgress], None] | None = None) -> JobResult:
+        """Train, test and end; afterwards no process is left, whatever happened.
+
+        The first Ctrl-C (or SIGTERM) lets workers finish their batch, tests, and returns; a second one ends
+        all at once. Raises ``ServerLost`` when a server is gone, ``WorkerFailed`` when a worker cannot do
+        its part.
+
+        Args:
+            on_status: called a few times a second with where the job stands.
+        """
+        config = self.config
+        folder = make_folder(config.run)
+        (folder / "config.yaml").write_text(to_yaml(config))
+        with EventLog(folder) as events, tensorboard(config, folder) as board:
+            events.emit("config", **msgspec.to_builtins(config))
+            reports = Reports(config, events)
+
+            def take(status: Status) -> None:
+                progress = reports.note(status)
+                if on_status is not None:
+                    on_status(progress)
+                if progress.step:
+                    board(progress)
+
+            try:
+                with _stop_on_signals() as received:
+                    result = self._run(folder, events, take, lambda: bool(received))
+                    if result.interrupted:
+                        result = replace(result, signal=received[0])
+            except BaseException as error:
+                events.emit("run_failed", error=type(error).__name__, message=str(error))
+                raise
+            events.emit("run_finished", **_figures(result))
+        return result
+
+    def _run(
+        self,
+        folder: Path,
+        events: EventLog,
+        on_status: Callable[[Status], None],
+        stop_requested: Callable[[], bool],
+    ) -> JobResult:
+        config, job = self.config, self.config.job
+        keys = load_keys(job.keys) if job.keys else None
+        listen_address(job.bind, encrypted=keys is not None)  # what is refused is said here, not in a log
+        with LocalLauncher(folder, environment=_environment()) as engine:
+            # They load what they need while the plan is made.
+            for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
+                for _ in range(count):
+                    engine.warm(role)
+            plan = plan_job(
+                config,
+                servers=job.servers,
+                workers=job.workers,
+                atomic=job.atomic,
+                staleness=job.staleness,
+                timing=Timing(silent_seconds=job.silent_seconds),
+            )
+            runner = Runner(plan, engine, folder, events, job.bind, job.keys or "", job.kills)
+            return runner.run(on_status, stop_requested)
+
+
+def _checked(config: Config) -> Config:
+    if not config.job.servers:
+        raise ConfigError(
+            "job.servers is 0: expected at least 1; without servers, holdfast train has one process"
+        )
+    return config
+
+
+def _recipe(made: Made, name: str) -> Recipe:
+    if isinstance(made, str):
+        recipe = Recipe(made)
+    elif isinstance(made, tuple):
+        if len(made) != 2 or not isinstance(made[0], str) or not isinstance(made[1], Mapping):
+            raise ConfigError(f'{name} is {made!r}: expected ("package.module:callable", {{arguments}})')
+        recipe = Recipe(made[0], dict(made[1]))
+    else:
+        return recipe_of(made)
+    if recipe.path.startswith("__main__:"):
+        raise ConfigError(
+            f"{name} is {recipe.path}: other processes cannot import what a script defines; move it to a "
+            "module"
+        )
+    return recipe
+
+
+def _section(recipe: Recipe) -> dict[str, Any]:
+    return {"build": recipe.path, "arguments": recipe.arguments}
+
+
+def _data(data: Made, test_data: Made | None, batch_size: int | None) -> tuple[dict[str, Any], int | None]:
+    """The configuration's data section, and the batch size."""
+    recipe = _recipe(data, "data")
+    own = getattr(data, "batch_size", None)
+    if own is not None:
+        if batch_size not in (None, own):
+            raise ConfigError(f"batch_size is {batch_size} but the reader's is {own}: set the reader's alone")
+        batch_size = own
+        # Whatever part it is of, it is what to train on.
+        recipe = Recipe(recipe.path, {"part": "train", **recipe.arguments})
+    section = _section(recipe)
+    if test_data is not None:
+        section["test"] = _section(_recipe(test_data, "test_data"))
+    elif own is not None:
+        section["test"] = _section(_test_part(data, recipe))
+    return section, batch_size
+
+
+def _test_part(data: object, recipe: Recipe) -> Recipe:
+    """The test part that belongs to a reader's training part."""
+    if recipe.arguments["part"] != "train":
+        part = recipe.arguments["part"]
+        raise ConfigError(f"data is a reader of part {part!r}: give test_data, or a reader of part 'train'")
+    arguments = {**recipe.arguments, "part": "test"}
+    if isinstance(data, Synthetic):
+        return Recipe(recipe.path, {**arguments, "samples": TEST_SAMPLES})
+    if isinstance(data, Criteo):
+        return Recipe(recipe.path, {**arguments, "drop_last": False})
+    raise ConfigError(
+        f"data is a {type(data).__name__}, which has no test part that is known: give test_data"
+    )
+
+
+def _checkpoint(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if given is None or isinstance(given, Mapping):
+        return None if given is None else dict(given)
+    return {"path": os.fspath(given)}
+
+
+def _environment() -> dict[str, str]:
+    """What the processes' environment has on top of this one's: they import from where this one does."""
+    return {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def _figures(result: JobResult) -> dict[str, Any]:
+    figures = {**asdict(result), "auc": result.auc}
+    tests = [msgspec.structs.asdict(test) for test in result.tests]
+    kills = [str(kill) for kill in result.kills_missed]
+    return {**figures, "test": tests[-1], "tests": tests, "kills_missed": kills, "folder": str(result.folder)}
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[list[int]]:
+    """The signals received so far; each counts here once, the next one does what it did before."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    if threading.current_thread() is threading.main_thread():  # others are not told of signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # None: a handler that Python did not set, and cannot set again.
+            before[number] = signal.signal(number, handle) or signal.SIG_DFL
+    try:
+        yield received
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)

@@ -1,0 +1,184 @@
+"""Where a job stands, as people and programs want to know it: from the supervisor's reports to figures."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.filesize import decimal
+
+from holdfast.cluster.messages import Evaluation, Happening, NodeStatus, Peer, Role, Status
+from holdfast.events import EventLog
+from holdfast.training.config import Config
+from holdfast.training.trainer import Progress, Test
+
+_WINDOW_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """One process of a job."""
+
+    role: Role
+    slot: int
+    incarnation: int
+    """The how-manieth process it is to fill its slot."""
+    state: str
+    silent_seconds: float
+    """Since its last sign of life."""
+    samples_per_second: float
+    """Of a worker."""
+    pushes_per_second: float
+    """Of a server: batches of which it has applied its part."""
+    rows: int
+    """That a server holds."""
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress(Progress):
+    """Where a job stands. The loss is each worker's, smoothed over its last batches, and the mean of those;
+    speeds are of the last few seconds."""
+
+    phase: str
+    """Starting, running, holding (for a checkpoint), ending or stopping."""
+    processes: tuple[ProcessStatus, ...]
+    news: tuple[Happening, ...]
+    """What happened since the last report, by the names of ``events.jsonl``."""
+
+
+class Reports:
+    """Makes progress of the supervisor's reports, and events of some of it.
+
+    Args:
+        config: the run's.
+        events: gets a ``progress`` event every ``report_every`` steps.
+    """
+
+    def __init__(self, config: Config, events: EventLog) -> None:
+        self._config = config
+        self._events = events
+        self._speeds: dict[Peer | None, _Speed] = {}
+        self._done: dict[int, float] = {}
+        self._seen: set[tuple[float, str]] = set()
+        self._reported = 0
+
+    def note(self, status: Status) -> JobProgress:
+        """Take the next report."""
+        # Not by their time alone: the supervisor's report of an event may come behind a later one of ours.
+        news = tuple(h for h in status.happened if (h.at, h.event) not in self._seen)
+        self._seen |= {(h.at, h.event) for h in news}
+        (speed,) = self._speed(None, status.samples)
+        progress = JobProgress(
+            step=status.steps,
+            samples=status.samples,
+            loss=_loss(status),
+            samples_per_second=speed,
+            fraction=self._fraction(status),
+            test=_test(status.tests[-1]) if status.tests else None,
+            phase=status.phase,
+            processes=tuple(self._process(node) for node in status.nodes),
+            news=news,
+        )
+        if status.steps - self._reported >= self._config.report_every or (
+            status.finished and status.steps > self._reported
+        ):
+            self._reported = status.steps
+            self._events.emit("progress", **_figures(progress))
+        return progress
+
+    def _fraction(self, status: Status) -> float:
+        """How much of the run is done, 0 to 1: of each worker's part, or of ``max_steps``."""
+        for node in status.nodes:
+            if node.peer.role == "worker":
+                # A worker that was replaced says 0 until its first batch.
+                slot = node.peer.slot
+                self._done[slot] = max(self._done.get(slot, 0.0), node.figures.progress)
+        by_parts = sum(self._done.values()) / max(1, len(self._done))
+        by_steps = status.steps / self._config.max_steps if self._config.max_steps else 0.0
+        return 1.0 if status.finished else min(1.0, max(by_parts, by_steps))
+
+    def _process(self, node: NodeStatus) -> ProcessStatus:
+        peer, figures = node.peer, node.figures
+        samples, steps = self._speed(peer, figures.samples, figures.steps)
+        return ProcessStatus(
+            role=peer.role,
+            slot=peer.slot,
+            incarnation=peer.incarnation,
+            state=node.state,
+            silent_seconds=round(node.silent_seconds, 3),
+            samples_per_second=samples,
+            pushes_per_second=steps if peer.role == "server" else 0.0,
+            rows=figures.rows,
+            memory_bytes=figures.memory_bytes,
+        )
+
+    def _speed(self, who: Peer | None, *counts: int) -> list[float]:
+        return self._speeds.setdefault(who, _Speed()).note(counts)
+
+
+class _Speed:
+    """How fast counts grow, over the last few seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, tuple[int, ...]]] = deque()
+
+    def note(self, counts: tuple[int, ...]) -> list[float]:
+        now = time.monotonic()
+        self._seen.append((now, counts))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW_SECONDS:
+            self._seen.popleft()
+        then, before = self._seen[0]
+        if now <= then:
+            return [0.0] * len(counts)
+        return [max(0.0, (count - old) / (now - then)) for count, old in zip(counts, before, strict=True)]
+
+
+def _loss(status: Status) -> float:
+    losses = [n.figures.loss for n in status.nodes if n.peer.role == "worker" and n.figures.steps]
+    return sum(losses) / len(losses) if losses else math.nan
+
+
+def _test(evaluation: Evaluation) -> Test:
+    return Test(evaluation.step, evaluation.auc, evaluation.log_loss, evaluation.samples)
+
+
+def _figures(progress: JobProgress) -> dict[str, Any]:
+    figures = asdict(progress)
+    del figures["news"]  # events of their own
+    return figures
+
+
+def tell(happening: Happening) -> str | None:
+    """An event in words, for those that a person wants to see."""
+    figures = happening.figures
+    who = f"{figures.get('role', 'worker')} {figures.get('slot')}"
+    text = None
+    match happening.event:
+        case "killed":
+            text = f"killing {who} at step {figures['step']:,}, as asked"
+        case "worker_lost":
+            text = f"{who} {figures['reason']}"
+        case "worker_started" if figures["incarnation"] > 1:
+            text = (
+                f"{who} was replaced: process {figures['incarnation']} in its place goes on behind its batch "
+                f"{figures['sequence']:,}"
+            )
+        case "process_started" if figures["role"] == "supervisor":
+            text = "the supervisor was started again"
+        case "test":
+            text = (
+                f"test at step {figures['step']:,}: AUC {figures['auc']:.4f}, "
+                f"log loss {figures['log_loss']:.4f}"
+            )
+        case "checkpoint_saved":
+            text = (
+                f"saved version {figures['version']:,} at step {figures['step']:,}: "
+                f"{decimal(figures['bytes'])}"
+            )
+        case "checkpoint_failed" | "checkpoint_damaged":
+            text = f"{happening.event.replace('_', ' ')}: {figures['error']}"
+    return text

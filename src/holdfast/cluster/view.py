@@ -1,0 +1,166 @@
+"""What a person sees of a job: every process in a table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cluster.progress import JobProgress, ProcessStatus, tell
+from holdfast.training.view import TimeLeft, describe, duration
+
+_PLAIN_SECONDS = 5.0
+_QUIET_SECONDS = 1.0
+_STYLES = {"starting": "yellow", "held": "yellow", "failed": "bold red", "done": "dim"}
+
+
+class JobView(Protocol):
+    """Shows a job; a context manager round its run."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, progress: JobProgress) -> None:
+        """Show where the job stands."""
+
+
+def build_view(console: Console) -> JobView:
+    """The live view on a terminal, plain lines in a pipe or a log."""
+    return LiveJobView(console) if console.is_terminal else PlainJobView(console)
+
+
+class _Left:
+    """The time left, reckoned from the first batch on: starting the processes takes its own time."""
+
+    def __init__(self) -> None:
+        self._left: TimeLeft | None = None
+        self._first = 0.0
+
+    def __call__(self, progress: JobProgress) -> float | None:
+        if progress.step == 0:
+            return None
+        if self._left is None:
+            self._left, self._first = TimeLeft(), progress.fraction
+            return None
+        if self._first >= 1:
+            return None
+        return self._left((progress.fraction - self._first) / (1 - self._first))
+
+
+class LiveJobView:
+    """A table of all processes over a progress bar with the run's figures; news scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._left = _Left()
+        self._started = time.monotonic()
+        self._live = Live(Text("starting"), console=console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def update(self, progress: JobProgress) -> None:
+        """Redraw."""
+        for happening in progress.news:
+            text = tell(happening)
+            if text:
+                self._live.console.print(text, highlight=False)
+        elapsed = time.monotonic() - self._started
+        self._live.update(render(progress, self._left(progress), elapsed))
+
+
+class PlainJobView:
+    """A line for each piece of news, one every few seconds, and one at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._left = _Left()
+        self._last = time.monotonic()
+        self._phase = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, progress: JobProgress) -> None:
+        """Print what there is to print."""
+        for happening in progress.news:
+            text = tell(happening)
+            if text:
+                self._print(text)
+        left = self._left(progress)
+        now = time.monotonic()
+        ended = progress.phase == "stopping" and self._phase != "stopping"
+        if progress.phase == "running" and self._phase in ("", "starting"):
+            self._print(f"{_count(progress, 'server')} and {_count(progress, 'worker')} are running")
+        self._phase = progress.phase
+        if progress.step and (now - self._last >= _PLAIN_SECONDS or ended):
+            self._last = now
+            self._print(f"{progress.fraction:4.0%}  {describe(progress, left)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def render(progress: JobProgress, seconds_left: float | None, elapsed_seconds: float) -> RenderableType:
+    """The table and the two lines under it, in 80 columns."""
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="dim"
+    )
+    for name in ("process", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("speed", "rows held", "memory", "silent for"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for process in progress.processes:
+        table.add_row(*_cells(process))
+    line = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=1.0, completed=progress.fraction, width=40)
+    line.add_row(bar, f"{progress.fraction:.0%}", duration(elapsed_seconds))
+    text = describe(progress, seconds_left) if progress.step else progress.phase
+    return Group(table, Text(), Text(text), line)
+
+
+def _cells(process: ProcessStatus) -> list[RenderableType]:
+    name = process.role if process.role == "supervisor" else f"{process.role} {process.slot}"
+    if process.incarnation > 1:
+        name += f" #{process.incarnation}"
+    speed, rows = "", ""
+    if process.role == "worker":
+        speed = f"{process.samples_per_second:,.0f} samples/s"
+    elif process.role == "server":
+        speed, rows = f"{process.pushes_per_second:,.0f} pushes/s", f"{process.rows:,}"
+    quiet = process.silent_seconds >= _QUIET_SECONDS
+    return [
+        name,
+        Text(process.state, _STYLES.get(process.state, "green")),
+        speed,
+        rows,
+        decimal(process.memory_bytes) if process.memory_bytes else "",
+        Text(f"{process.silent_seconds:.0f} s" if quiet else "", "red"),
+    ]
+
+
+def _count(progress: JobProgress, role: str) -> str:
+    count = sum(process.role == role for process in progress.processes)
+    return f"{count} {role}" + ("s" if count != 1 else "")

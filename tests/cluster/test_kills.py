@@ -1,0 +1,166 @@
+"""Real workers that die at every named point of a push: every batch counts exactly once, row by row."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from holdfast.checkpoint.records import Rows
+from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.store import open_store
+from holdfast.cluster.job import JobResult, Runner
+from holdfast.cluster.launch.local import LocalLauncher
+from holdfast.cluster.messages import Peer, Status
+from holdfast.cluster.plan import JobPlan, Timing
+from holdfast.cluster.planning import plan_job
+from holdfast.coding.placement import Placement
+from holdfast.events import EventLog, read_events
+from holdfast.tables.shard import GroupShard
+from holdfast.training.config import load
+from tests.cluster.counting import ROWS, rows_of
+
+SERVERS = 2
+PAUSE_SECONDS = 3.0
+
+
+def plan_of(folder: Path, batches: int, *, atomic: bool, silent_seconds: float = 30.0) -> JobPlan:
+    values = [
+        "model=tests.cluster.counting:Counting",
+        "data.build=tests.cluster.counting:Numbered",
+        f"data.arguments={{batches: {batches}}}",
+        "optimizer.name=sgd",
+        "optimizer.lr=1.0",
+        f"checkpoint.path={folder / 'store'}",
+        "batch_size=8",
+    ]
+    timing = Timing(silent_seconds=silent_seconds, retry_seconds=0.3)
+    return plan_job(load(None, values), servers=SERVERS, workers=2, atomic=atomic, timing=timing)
+
+
+def run(
+    plan: JobPlan,
+    folder: Path,
+    engine: LocalLauncher,
+    faults: dict[int, list[str]],
+    on_status: Callable[[Status], None] = lambda status: None,
+) -> JobResult:
+    with EventLog(folder) as events:
+        return Runner(plan, engine, folder, events, faults=dict(faults)).run(on_status)
+
+
+def counted(plan: JobPlan, store: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How often each row has been counted, by the newest version of the store."""
+    group = plan.groups[0]
+    first = GroupShard(group, Placement(1), 0, plan.seed).records[:, 0].view(np.float32)
+    values = np.full(group.rows, np.nan, np.float32)
+
+    def sink(number: int, rows: Rows) -> None:
+        if number == 0:
+            values[rows.ids] = np.ascontiguousarray(rows.fields[0]).view(np.float32)[:, 0]
+
+    with open_store(store, create=False) as opened, open_version(opened) as reader:
+        reader.read_rows(sink)
+    return np.round(first[: group.rows] - values).astype(np.int64)
+
+
+def expected(batches: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    counts = np.zeros(sum(ROWS), np.int64)
+    for batch in range(batches):
+        for first, rows in zip((0, ROWS[0]), rows_of(batch), strict=True):
+            counts[first + rows] += 1
+    return counts
+
+
+POINTS = {
+    # Each incarnation of a worker dies at the next point, some batches later.
+    False: {
+        0: ["kill@pulled:2", "kill@push:4:0", "kill@push:6:1"],
+        1: ["kill@computed:3", "kill@push:5:2", "kill@pushed:7"],
+    },
+    True: {
+        0: ["kill@pulled:2", "kill@push:4:1", "kill@commit:6:0", "kill@commit:8:1"],
+        1: ["kill@computed:3", "kill@push:5:2", "kill@commit:7:2", "kill@pushed:9"],
+    },
+}
+
+
+@pytest.mark.parametrize("atomic", [False, True], ids=["one phase", "atomic"])
+def test_workers_that_die_at_any_point(tmp_path: Path, atomic: bool) -> None:
+    """Holes 8, 11, 12."""
+    batches = 30
+    plan = plan_of(tmp_path, batches, atomic=atomic)
+    faults = POINTS[atomic]
+    result = run(plan, tmp_path, LocalLauncher(tmp_path), faults)
+    assert (result.steps, result.samples) == (batches, 8 * batches)
+    assert result.workers_replaced == sum(len(points) for points in faults.values())
+    assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))
+    lost = [e for e in read_events(tmp_path) if e["event"] == "worker_lost"]
+    assert {e["reason"] for e in lost} == {"was killed by signal 9"}
+
+
+class Forgiving(LocalLauncher):
+    """Does not kill those who are replaced: it lets them go on, as a machine does that was cut off."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.woken: list[Peer] = []
+
+    def signal(self, peer: Peer, number: int) -> None:
+        if number != signal.SIGKILL:
+            super().signal(peer, number)
+            return
+        # When its successor is at work.
+        threading.Timer(PAUSE_SECONDS, self._wake, (peer, self.pids().get(peer))).start()
+
+    def _wake(self, peer: Peer, pid: int | None) -> None:
+        if pid is not None:
+            self.woken.append(peer)
+            super().signal(peer, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("atomic", "point"), [(False, "stop@push:4:1"), (True, "stop@commit:4:1")], ids=["one phase", "atomic"]
+)
+def test_a_worker_that_was_stopped_and_wakes_up_replaced(tmp_path: Path, atomic: bool, point: str) -> None:
+    """Hole 15: SIGSTOP for longer than the time-out, and back again."""
+    batches = 400
+    plan = plan_of(tmp_path, batches, atomic=atomic, silent_seconds=4.0)
+    engine = Forgiving(tmp_path)
+    result = run(plan, tmp_path, engine, {1: [point]})
+    assert result.steps == batches
+    assert result.workers_replaced >= 1
+    assert Peer("worker", 1, 1) in engine.woken
+    assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))
+
+
+def test_a_supervisor_that_is_killed_comes_back(tmp_path: Path) -> None:
+    """Hole 18: in the midst of training, and while a worker is being replaced; no epoch is used twice."""
+    batches = 600
+    plan = plan_of(tmp_path, batches, atomic=True)
+    engine = LocalLauncher(tmp_path)
+    kills: list[str] = []
+    epochs: list[int] = []
+
+    def on_status(status: Status) -> None:
+        epochs.append(msgspec.json.decode((tmp_path / "supervisor.json").read_bytes())["epoch"])
+        states = {str(node.peer): node.state for node in status.nodes}
+        if not kills and status.steps > 20:
+            kills.append("training")
+            engine.signal(Peer("supervisor"), signal.SIGKILL)
+        elif len(kills) == 1 and states["worker 1"] == "starting" and status.steps > 20:
+            kills.append("replacing")
+            engine.signal(Peer("supervisor"), signal.SIGKILL)
+
+    result = run(plan, tmp_path, engine, {1: ["kill@commit:60:1"]}, on_status)
+    assert kills == ["training", "replacing"]
+    assert result.steps == batches
+    assert epochs == sorted(epochs)
+    assert len(set(epochs)) >= 3
+    assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))

@@ -1,0 +1,75 @@
+"""A server's process round its machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.cluster.messages import (
+    Install,
+    Part,
+    Peer,
+    Position,
+    Pull,
+    Push,
+    Pushed,
+    Rows,
+    View,
+    ViewNumber,
+    WorkerInView,
+)
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.server import Server, _warm_up
+from holdfast.cluster.transport.base import Envelope
+from holdfast.kernels import rows as row_loops
+from holdfast.kernels import update
+from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
+
+PLACES = np.arange(5, dtype=np.uint32)
+VALUES = np.ones((5, 12), np.float32)
+
+
+def compiled() -> dict[str, int]:
+    """For each loop of a server, for how many kinds of arguments it has been compiled."""
+    loops = {**vars(update), **vars(row_loops)}
+    return {name: len(loop.signatures) for name, loop in loops.items() if hasattr(loop, "signatures")}
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adam"])
+def test_nothing_is_compiled_once_the_job_runs(name: Any) -> None:
+    """A server says nothing while it compiles: the supervisor would take it for dead."""
+    optimizer = OptimizerPlan(name=name, lr=0.1)
+    groups = tuple(
+        GroupPlan(name=kind, dim=12, tables=(TablePlan("t", 5),), optimizer=optimizer, initial=kind)
+        for kind in ("uniform", "installed")
+    )
+    plan = JobPlan(job="j", seed=1, groups=groups, servers=1, workers=1)
+    _warm_up(plan)
+    server = Server(Peer("server", 0, 1), plan)
+    view = View(ViewNumber(1), "running", workers=(WorkerInView(0, 1, starts=True),))
+    server.receive(Envelope(Peer("supervisor"), server.me, view), 0.0)
+    server.outbox.clear()
+    before = compiled()
+    kinds: list[Callable[[Any], Any]] = [
+        lambda a: a.tobytes(),
+        lambda a: memoryview(bytearray(a.tobytes())),
+        lambda a: a,
+    ]
+    worker = Peer("worker", 0, 1)
+    parts = (Part(0, 5), Part(1, 5))
+    for sequence, (places, values) in enumerate(itertools.product(kinds, kinds), 1):
+        frames = [places(PLACES), values(VALUES)] * 2
+        for message, sent in (
+            (Install(parts), frames),
+            (Pull(1, parts), frames[::2]),
+            (Push(sequence, Position(0, sequence), 1, parts), frames),
+        ):
+            server.receive(Envelope(worker, server.me, message, sent), 0.0)
+    answers = [envelope.message for envelope in server.outbox]
+    assert [type(answer) for answer in answers] == [Rows, Pushed] * 9
+    assert all(answer.applied for answer in answers if isinstance(answer, Pushed))
+    assert compiled() == before
