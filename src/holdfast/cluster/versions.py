@@ -284,9 +284,11 @@ class Versions:
 
     def _advance_asking(self, save: _Save, supervisor: Supervisor, now: float) -> None:
         tidy = save.stage == "tidying"
+        # Whether files are rearranged shows in no beat.
+        patience = self._plan.timing.beat_seconds if tidy else self._plan.timing.retry_seconds
         for server in supervisor.servers:
             ready = tidy or (server.beat is not None and server.beat.saved == save.version)
-            due = now - save.asked.get(server.slot, -1e9) >= self._plan.timing.retry_seconds
+            due = now - save.asked.get(server.slot, -1e9) >= patience
             if ready and due and server.slot not in save.answers:
                 save.asked[server.slot] = now
                 supervisor.send(server.slot, Collect(save.version, tidy))
