@@ -39,7 +39,7 @@ PARTS = ("pull", "compute", "push", "transport", "server")
 
 def run(report: Report) -> None:
     """Both presets against plain PyTorch; then numbers of servers and sizes of tables; then accuracy."""
-    rounds, seconds = (3, 4.0) if report.quick else (9, 8.0)
+    rounds, seconds = (3, 4.0) if report.quick else (7, 6.0)
     report.settings.update(
         batch_size=BATCH, max_rows=MAX_ROWS, rounds=rounds, window_seconds=seconds, optimizer="adagrad",
         servers=4, workers=WORKERS,
@@ -211,7 +211,7 @@ def _rows_of_a_batch(config: Config) -> float:
 
 def _accuracy(report: Report) -> None:
     """AUC of the reference trainer and of a job on the same seeds."""
-    seeds, samples = (2, 100_000) if report.quick else (5, 600_000)
+    seeds, samples = (2, 60_000) if report.quick else (5, 300_000)
     ours: list[float] = []
     theirs: list[float] = []
     for seed in range(seeds):
