@@ -139,7 +139,7 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     """The folder of keys: needed to listen anywhere but on this machine."""
     kill: tuple[str, ...] = ()
     """Processes to kill on the way, to see what happens: "server:2@step:300"."""
-    silent_seconds: Annotated[float, Meta(ge=0.5)] = 5.0
+    silent_seconds: Annotated[float, Meta(ge=0.5)] = 10.0
     """A process that has given no sign of life for so long is taken for dead."""
 
     @property
