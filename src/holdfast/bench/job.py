@@ -1,12 +1,14 @@
 """``bench job``: servers and workers on one machine against the plain PyTorch loop, and what they cost.
 
-Both sides take turns: while one runs, the other holds. A job's speed is that of all its workers together,
-over windows that begin and end with every worker between two batches, so that samples are counted exactly.
+Both sides take turns: while one runs, the other's processes are stopped. A job's speed is that of all its
+workers together, over windows that begin and end with every worker between two batches, so that samples are
+counted exactly.
 """
 
 from __future__ import annotations
 
 import functools
+import signal
 import statistics
 import tempfile
 import threading
@@ -61,7 +63,11 @@ def _config(preset: str, max_rows: int = MAX_ROWS) -> Config:
 
 
 class LiveJob:
-    """A job that runs in windows: between them all of its workers hold."""
+    """A job that runs in windows: between them all of its processes are stopped.
+
+    To hold is not enough: the little that waiting processes do costs a loop with two threads, each of which
+    waits for the other all the time, several times as much.
+    """
 
     def __init__(self, config: Config, servers: int) -> None:
         self.plan: JobPlan = plan_job(config, servers=servers, workers=WORKERS)
@@ -70,6 +76,9 @@ class LiveJob:
         self._news = threading.Condition()
         self._holding = True
         self._stopping = False
+        self._running = threading.Event()
+        self._running.set()
+        self._engine = LocalLauncher(Path(self._folder.name))
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -78,12 +87,28 @@ class LiveJob:
         folder = Path(self._folder.name)
         try:
             with EventLog(folder) as events:
-                runner = Runner(self.plan, LocalLauncher(folder), folder, events)
-                runner.run(self._note, lambda: self._stopping, lambda: self._holding)
+                runner = Runner(self.plan, self._engine, folder, events)
+                runner.run(self._note, lambda: self._stopping, self._wants_hold)
         except BaseException as error:
             with self._news:
                 self._error = error
                 self._news.notify_all()
+
+    def _wants_hold(self) -> bool:
+        self._running.wait()
+        return self._holding
+
+    def freeze(self) -> None:
+        """Stop all processes, and the thread that watches them."""
+        self._running.clear()
+        for peer in self._engine.pids():
+            self._engine.signal(peer, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let all go on."""
+        for peer in self._engine.pids():
+            self._engine.signal(peer, signal.SIGCONT)
+        self._running.set()
 
     def _note(self, status: Status) -> None:
         with self._news:
@@ -107,16 +132,20 @@ class LiveJob:
 
     def window(self, seconds: float) -> tuple[Status, Status, float]:
         """Run for about so long: how things were before and after, and the seconds between."""
+        self.thaw()
         before = self.hold()
         started = time.perf_counter()
         self._holding = False
         time.sleep(seconds)
         after = self.hold()
-        return before, after, time.perf_counter() - started
+        elapsed = time.perf_counter() - started
+        self.freeze()
+        return before, after, elapsed
 
     def close(self) -> None:
         """End the job and remove its files."""
         self._stopping, self._holding = True, False
+        self.thaw()
         self._thread.join()
         self._folder.cleanup()
 

@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import importlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -30,7 +31,7 @@ MODULES: Final[Mapping[str, str]] = {
     "worker": "holdfast.cluster.worker",
     "supervisor": "holdfast.cluster.supervisor",
 }
-"""Where each role's ``run(assignment)`` is."""
+"""Where each role's ``run(assignment)`` is, and its ``prepare()`` for processes that wait, if it has one."""
 _STDIN: Final = 0
 _PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
 
@@ -66,7 +67,10 @@ def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
             raise ConfigError(f"the role is {role!r}: expected one of {', '.join(modules)}")
         if len(sys.argv) > 2:
             _end_with(int(sys.argv[2]))
-        run = importlib.import_module(modules[role]).run
+        module = importlib.import_module(modules[role])
+        run, prepare = module.run, getattr(module, "prepare", None)
+        if prepare is not None and not _is_told():
+            prepare()  # a spare: what would cost its first seconds is done while it waits
         line = _read_line()
         if line:
             threading.Thread(target=_watch_stdin, name="stdin", daemon=True).start()
@@ -88,6 +92,11 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(0)
+
+
+def _is_told() -> bool:
+    """Whether an assignment, or the end, is there already."""
+    return bool(select.select([_STDIN], [], [], 0)[0])
 
 
 def _read_line() -> bytes:

@@ -10,9 +10,9 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import xxhash
@@ -46,7 +46,7 @@ from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.cluster.transport.zmq import Counters
 from holdfast.coding.placement import Placement
 from holdfast.errors import HoldfastError
-from holdfast.tables.plan import TablePlan
+from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
 
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
@@ -263,7 +263,7 @@ def digest(shards: Sequence[GroupShard]) -> str:
 def run(assignment: Assignment) -> None:
     """Be a server until the job ends."""
     plan = assignment.plan
-    _warm_up(plan)
+    _warm_up(plan.groups)
     with open_transport(assignment) as transport:
         fresh = plan.resume is None and assignment.me.incarnation == 1
         server = Server(assignment.me, plan, transport.endpoint, fresh=fresh, counters=transport.counters)
@@ -294,10 +294,18 @@ def _prepare(server: Server) -> None:
     server.restoring = False  # last: the job starts with this
 
 
-def _warm_up(plan: JobPlan) -> None:
+def prepare() -> None:
+    """Load the loops of every optimizer."""
+    names = get_args(OptimizerName)
+    _warm_up(
+        GroupPlan(name=name, dim=1, tables=(), optimizer=OptimizerPlan(name=name, lr=0.0)) for name in names
+    )
+
+
+def _warm_up(groups: Iterable[GroupPlan]) -> None:
     """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
     few = np.arange(3, dtype=np.uint32).tobytes()
-    for group in plan.groups:
+    for group in groups:
         shard = GroupShard(replace(group, tables=(TablePlan("few", 3),)), Placement(1), 0, 0)
         zeros = bytes(3 * 4 * group.dim)
         # As they come in messages: for arrays of another kind, other code would be compiled.

@@ -29,10 +29,12 @@ from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.stream import Stream
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.coding.placement import Placement
 from holdfast.data.reader import Batch
 from holdfast.errors import DataError, HoldfastError, TrainingDiverged
 from holdfast.models.recommender import table_dims
 from holdfast.tables.lookup import Placed, Placer
+from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 from holdfast.training.config import Config
 from holdfast.training.metrics import auc, log_loss
 from holdfast.training.networks import build_network
@@ -45,6 +47,15 @@ def run(assignment: Assignment) -> None:
     """Be a worker until the job ends or another takes this one's place."""
     with open_transport(assignment, listens=False) as transport:
         WorkerProcess(assignment, transport).run()
+
+
+def prepare() -> None:
+    """Load the loops of a lookup."""
+    table = GroupPlan(
+        name="few", dim=1, tables=(TablePlan("few", 3),), optimizer=OptimizerPlan(name="sgd", lr=0.0)
+    )
+    placed = Placer(table, Placement(1)).place([np.arange(3)])
+    placed.sum_gradients(placed.gather(np.zeros((3, 1), np.float32)))
 
 
 class _Talk(threading.Thread):
