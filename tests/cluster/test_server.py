@@ -48,7 +48,7 @@ def test_nothing_is_compiled_once_the_job_runs(name: Any) -> None:
         for kind in ("uniform", "installed")
     )
     plan = JobPlan(job="j", seed=1, groups=groups, servers=1, workers=1)
-    _warm_up(plan)
+    _warm_up(plan.groups)
     server = Server(Peer("server", 0, 1), plan)
     view = View(ViewNumber(1), "running", workers=(WorkerInView(0, 1, starts=True),))
     server.receive(Envelope(Peer("supervisor"), server.me, view), 0.0)
