@@ -81,8 +81,8 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     atomic: bool = False
     """Whether a batch counts at all servers or at none (two phases)."""
     staleness: int = 1
-    """How many of its own batches a worker's rows may lack: 1 lets it pull the next batch's rows while it
-    computes; 0 is synchronous."""
+    """How many of its own batches the tables' rows that a worker uses may lack: 1 lets it pull the next
+    batch's while it computes; 0 is synchronous. The network's rows lack none."""
     timing: Timing = Timing()
     most_deaths: int = 4
     """A worker that dies more often than this without finishing a batch in between ends the job."""

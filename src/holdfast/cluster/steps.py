@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from holdfast.cluster.calls import Calls, Floats, PullCall, PushCall, Spread
+from holdfast.cluster.calls import Calls, Floats, PullCall, PushCall, Spread, empty_spread
 from holdfast.cluster.messages import (
     START,
     Beat,
@@ -41,13 +41,16 @@ class Item:
     samples: int = 0
     sequence: int = 0
     pull: PullCall | None = None
+    """Rows of the tables, and the network's if they may be as old."""
+    network: PullCall | None = None
+    """The network's rows, if they may not."""
     gradients: Sequence[Floats] = field(default_factory=tuple)
 
     @property
     def rows(self) -> list[Floats]:
         """The pulled weights of each group, in the order of ``spreads``."""
         assert self.pull is not None
-        return self.pull.rows
+        return self.pull.rows if self.network is None else [*self.pull.rows[:-1], self.network.rows[-1]]
 
 
 class Worker:
@@ -138,8 +141,8 @@ class Worker:
         blocked = self._computing is not None or self._computed is not None
         if blocked or not self._fed or not (self.view.phase == "running" or self._owes()):
             return None
-        pull = self._fed[0].pull
-        if pull is None or not pull.done:
+        pull, network = self._fed[0].pull, self._fed[0].network
+        if pull is None or not pull.done or (self.plan.staleness and (network is None or not network.done)):
             return None
         self._computing = self._fed.popleft()
         return self._computing
@@ -187,6 +190,24 @@ class Worker:
         )
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
 
+    def _pull(self, item: Item, now: float) -> None:
+        """Ask for what a batch needs, as soon as it may be asked for.
+
+        A row of a table may lack so many of this worker's own batches. The network may lack none: every batch
+        moves all of it, and steps that do not see each other overshoot, at the start most of all.
+        """
+        missing = item.sequence - 1 - self.sequence
+        if self.plan.staleness == 0:
+            if item.pull is None and missing == 0:
+                item.pull = self.calls.pull(item.spreads, now)
+            return
+        *tables, network = item.spreads
+        nothing = empty_spread(self.plan.servers)
+        if item.pull is None and missing <= self.plan.staleness:
+            item.pull = self.calls.pull([*tables, nothing], now)
+        if item.network is None and missing == 0:
+            item.network = self.calls.pull([*([nothing] * len(tables)), network], now)
+
     def _mine(self) -> WorkerInView | None:
         return next((w for w in self.view.workers if w.slot == self.me.slot), None)
 
@@ -214,8 +235,6 @@ class Worker:
                 item.sequence, item.position, item.spreads, item.gradients, now, item.samples
             )
         for item in self._fed:
-            # Rows may lack so many of this worker's own batches, and no more.
-            if item.pull is None and item.sequence - 1 - self.sequence <= self.plan.staleness:
-                item.pull = self.calls.pull(item.spreads, now)
+            self._pull(item, now)
         if self.state != self._told and self.state in ("held", "done", "failed"):
             self.beat(now)
