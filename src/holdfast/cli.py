@@ -44,7 +44,7 @@ def _root(
 
 
 @app.command(
-    epilog="Examples: holdfast train --set data.samples=200000 --set model.architecture=deepfm; "
+    epilog="Example: holdfast train --set data.samples=200000 --set model.architecture=deepfm; "
     "holdfast train --servers 4 --workers 2 --kill worker:1@step:200"
 )
 def train(
