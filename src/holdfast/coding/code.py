@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.kernels import coding as loops
+
 Records = NDArray[np.uint32]
 Numbers = int | NDArray[np.integer]
 
@@ -119,7 +121,7 @@ def check_update(parity_records: Records, places: NDArray[np.integer], differenc
             f"differences of shape {differences.shape} for {len(places)} places: "
             f"expected [{len(places)}, {parity_records.shape[1]}]"
         )
-    if len(places) and not 0 <= places.min() <= places.max() < len(parity_records):
+    if not loops.within(places, len(parity_records)):
         raise ValueError(f"places {places.min()} to {places.max()}: expected 0 to {len(parity_records) - 1}")
 
 

@@ -52,9 +52,9 @@ class ReedSolomon(Code):
         """``parity_records[places[i]] ^= coefficient * differences[i]``"""
         check_update(parity_records, places, differences)
         coefficients = self._coefficients(parity, member)
-        if coefficients.shape not in {(1,), places.shape}:
+        if len(coefficients) not in {1, len(places)}:
             raise ValueError(f"{len(coefficients)} coefficients: expected one, or {len(places)}")
-        if len(coefficients) == 1 and coefficients[0] == 1:
+        if isinstance(parity, int) and parity == 0:  # whose coefficients are all 1
             loops.xor_into(parity_records, places, differences)
         else:
             loops.multiply_add_into(parity_records, places, coefficients, differences)
@@ -78,10 +78,17 @@ class ReedSolomon(Code):
 
     def _coefficients(self, parity: Numbers, member: Numbers) -> NDArray[np.uint8]:
         """One for each, or a single one."""
-        for name, numbers, count in (("parity", parity, self.r), ("member", member, self.k)):
-            if np.size(numbers) and not 0 <= np.min(numbers) <= np.max(numbers) < count:
-                raise ValueError(f"{name} {np.min(numbers)} to {np.max(numbers)}: expected 0 to {count - 1}")
-        return np.atleast_1d(COEFFICIENTS[parity, member])
+        parities, members = np.atleast_1d(parity), np.atleast_1d(member)
+        counts = {len(parities), len(members)} - {1}
+        if len(counts) > 1:
+            raise ValueError(f"{len(parities)} parities, {len(members)} members: expected as many")
+        found = np.empty(max(counts, default=1), np.uint8)
+        if not loops.choose_coefficients(COEFFICIENTS[: self.r, : self.k], parities, members, found):
+            raise ValueError(
+                f"parities {parities.min()} to {parities.max()} and members {members.min()} to "
+                f"{members.max()}: expected 0 to {self.r - 1} and 0 to {self.k - 1}"
+            )
+        return found
 
 
 def _multiply_add(coefficient: int, source: Records, target: Records) -> None:

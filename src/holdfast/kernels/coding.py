@@ -269,3 +269,26 @@ def multiply_add_into(parity, places, coefficients, differences):
         else:
             tables = _TABLES.ctypes.data + coefficient * 2 * _NIBBLE
             _add_multiple(target, source, tables, words)
+
+
+@_compiled
+def within(numbers, count):
+    """Whether all are 0 to count - 1."""
+    wrong = 0
+    for i in range(numbers.shape[0]):
+        wrong |= (numbers[i] < 0) | (numbers[i] >= count)
+    return wrong == 0
+
+
+@_compiled
+def choose_coefficients(matrix, parities, members, out):
+    """out[i] = matrix[parities[i], members[i]]; of each, a single one is that of all. False if one of them is
+    out of range."""
+    each_parity = 1 if parities.shape[0] > 1 else 0
+    each_member = 1 if members.shape[0] > 1 else 0
+    for i in range(out.shape[0]):
+        parity, member = np.int64(parities[i * each_parity]), np.int64(members[i * each_member])
+        if not (0 <= parity < matrix.shape[0] and 0 <= member < matrix.shape[1]):
+            return False
+        out[i] = matrix[parity, member]
+    return True
