@@ -28,6 +28,7 @@ from holdfast.errors import ConfigError
 BENCHES = {
     "bandwidth": "quantized increments against full checkpoints: bytes written and stored",
     "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
+    "coding": "parities that follow their members: GB/s beside memcpy; how far sums of floats drift",
     "job": "parameter servers and workers against a plain PyTorch loop: samples/s, processor time, bytes",
     "quantize": "row codecs beside torch's, fbgemm's and k-means: loss, rows/s, bytes",
     "quantize-accuracy": "AUC lost by restores from quantized checkpoints, by bits and restores",
