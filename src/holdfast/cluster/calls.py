@@ -119,6 +119,7 @@ class Calls:
         self._push: PushCall | None = None
         self._requests = 0
         self._now = 0.0
+        self._ticked = 0.0
 
     def adopt(self, servers: Sequence[ServerInView]) -> None:
         """Follow a view: what a replaced server has not answered is asked of the new one."""
@@ -194,6 +195,13 @@ class Calls:
     def tick(self, now: float) -> None:
         """Ask again where an answer is overdue."""
         self._now = now
+        stood_still = now - self._ticked
+        self._ticked = now
+        if stood_still > self._plan.timing.stuck_seconds / 2:
+            # A worker that was stopped has not waited for anybody meanwhile.
+            for call in self._open():
+                for question in call.questions.values():
+                    question.asked += stood_still
         for call in self._open():
             for server, question in call.questions.items():
                 if now >= question.again:
