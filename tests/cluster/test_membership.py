@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster.membership import Durable, MemoryStorage, Supervisor
+from holdfast.cluster.membership import Durable, Supervisor
 from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Position, View, WorkerMark
 from holdfast.cluster.transport.base import Envelope
 from holdfast.sim.cluster import counting_plan
+from holdfast.sim.storage import MemoryStorage
 
 SERVERS, WORKERS = 2, 2
 

@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.cluster import membership, steps, transaction
 from holdfast.cluster.messages import WorkerInView
+from holdfast.sim import storage
 from holdfast.sim.schedule import KINDS, plan_of, simulate
 
 SEEDS = range(500)
@@ -141,7 +142,7 @@ def epochs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(self: Any) -> None:
         self.state = None
 
-    monkeypatch.setattr(membership.MemoryStorage, "load", load)
+    monkeypatch.setattr(storage.MemoryStorage, "load", load)
 
 
 def the_next_push_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,6 @@ class Calls:
         me: the worker.
         plan: the job's.
         first_values: weights of a group that is "installed", in the order of ``spreads[group]``.
-        buffer: makes the array that pulled rows of a group go into.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class Calls:
         me: Peer,
         plan: JobPlan,
         first_values: Callable[[int], tuple[Spread, Floats]],
-        buffer: Callable[[int, int], Floats] = lambda rows, dim: np.empty((rows, dim), np.float32),
     ) -> None:
         self.me = me
         self.outbox: list[Envelope] = []
@@ -113,7 +111,6 @@ class Calls:
         """A server said that this worker has been replaced."""
         self._plan = plan
         self._first_values = first_values
-        self._buffer = buffer
         self._servers: dict[int, ServerInView] = {}
         self._pulls: dict[int, PullCall] = {}
         self._push: PushCall | None = None
@@ -139,7 +136,7 @@ class Calls:
         self._requests += 1
         self._now = now
         dims = [group.dim for group in self._plan.groups]
-        rows = [self._buffer(len(s.places), dim) for s, dim in zip(spreads, dims, strict=True)]
+        rows = [np.empty((len(s.places), dim), np.float32) for s, dim in zip(spreads, dims, strict=True)]
         call = PullCall(request=self._requests, spreads=spreads, rows=rows)
         for server in range(self._plan.servers):
             wanted = [(g, s.places[s.at(server)]) for g, s in enumerate(spreads)]

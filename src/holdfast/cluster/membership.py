@@ -14,7 +14,7 @@ before anybody hears of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct
@@ -440,21 +440,3 @@ def _is_ready(server: Member) -> bool:
 
 def _with(workers: tuple[WorkerInView, ...], changed: WorkerInView) -> tuple[WorkerInView, ...]:
     return tuple(changed if w.slot == changed.slot else w for w in workers)
-
-
-@dataclass
-class MemoryStorage:
-    """Durable state that outlives a machine, for simulations."""
-
-    state: Durable | None = None
-    saves: list[int] = field(default_factory=list)
-
-    def load(self) -> Durable | None:
-        """What was saved last."""
-        return self.state
-
-    def save(self, state: Durable) -> None:
-        """Keep it."""
-        assert self.state is None or state.epoch > self.state.epoch, "an epoch is never used twice"
-        self.state = state
-        self.saves.append(state.epoch)

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from holdfast.cluster.calls import Floats, Spread, empty_spread, spread_by
 from holdfast.cluster.faults import Faults
 from holdfast.cluster.loop import TICK_SECONDS, memory_bytes, open_transport
-from holdfast.cluster.messages import Evaluation, Figures, Position, Rows, WorkerInView
+from holdfast.cluster.messages import Evaluation, Figures, Position, Rows, View, WorkerInView
 from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.steps import Item, Worker
@@ -80,6 +80,7 @@ class _Talk(threading.Thread):
 
     def _run(self) -> None:
         next_tick = 0.0
+        connected_by: View | None = None
         while not self._stopping:
             envelopes = self._transport.poll(max(0.0, next_tick - time.monotonic()))
             now = time.monotonic()
@@ -92,12 +93,14 @@ class _Talk(threading.Thread):
                     self._machine.tick(now)
                 outgoing = self._machine.outbox[:]
                 self._machine.outbox.clear()
-                servers = self._machine.view.servers
+                view = self._machine.view
                 if envelopes:
                     self.lock.notify_all()
-            for server in servers:
-                if server.endpoint:
-                    self._transport.connect("server", server.slot, server.endpoint)
+            if view is not connected_by:
+                connected_by = view
+                for server in view.servers:
+                    if server.endpoint:
+                        self._transport.connect("server", server.slot, server.endpoint)
             for envelope in outgoing:
                 self._faults.before(envelope.message)
                 self._transport.send(envelope)

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.cluster.calls import Floats, Spread, spread_by
-from holdfast.cluster.membership import MemoryStorage, Supervisor
+from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Position, View, ViewNumber
 from holdfast.cluster.plan import JobPlan, Timing
 from holdfast.cluster.server import Server
 from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.memory import CALM, Network, Weather
+from holdfast.sim.storage import MemoryStorage
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 
 ROWS = 40
