@@ -155,7 +155,10 @@ def serve() -> None:
 
     def reap(*_: Any) -> None:
         for child in list(children):
-            pid, status = os.waitpid(child, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(child, os.WNOHANG)
+            except ChildProcessError:  # a later signal interrupted this handler and its handler was first
+                continue
             if pid:
                 children.discard(child)
                 ended = {"pid": pid, "event": "ended", "code": os.waitstatus_to_exitcode(status)}
