@@ -26,11 +26,13 @@ NAMES: list[OptimizerName] = ["sgd", "momentum", "adagrad", "rowwise-adagrad", "
 DIMS = [1, 3, 8, 16, 17, 64]
 
 
-def shard_of(name: OptimizerName, dim: int, rows: int = 40, lr: float = 0.05) -> GroupShard:
+def shard_of(
+    name: OptimizerName, dim: int, rows: int = 40, lr: float = 0.05, k: int = 1, *, keep_changes: bool = True
+) -> GroupShard:
     plan = GroupPlan(
         name="g", dim=dim, tables=(TablePlan("t", rows),), optimizer=OptimizerPlan(name=name, lr=lr)
     )
-    return GroupShard(plan, Placement(1), 0, seed=5)
+    return GroupShard(plan, Placement(1, k), 0, seed=5, keep_changes=keep_changes)
 
 
 def square_sum(g: Floats) -> np.float32:
@@ -86,23 +88,61 @@ def test_a_push_is_its_formula_bit_for_bit(name: OptimizerName, dim: int) -> Non
         expected = old.copy()
         for place, gradient in zip(places, gradients, strict=True):
             expected[place] = twin(shard.plan, old[place], gradient)
-        differences = np.full((len(places), shard.plan.words), 7, np.uint32)
-        shard.push(places, gradients, differences)
+        shard.push(places, gradients)
         np.testing.assert_array_equal(shard.records, expected)
-        np.testing.assert_array_equal(differences, (old ^ expected)[places])
+        np.testing.assert_array_equal(taken(shard), old ^ expected)
         assert sorted(shard.take_marks()) == sorted(places)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pushes_with_and_without_differences_are_the_same(name: OptimizerName) -> None:
-    one, other = shard_of(name, 19), shard_of(name, 19)
+def test_pushes_with_and_without_changes_are_the_same(name: OptimizerName) -> None:
+    one, other = shard_of(name, 19, keep_changes=False), shard_of(name, 19)
     random = np.random.default_rng(1)
     for _ in range(10):
         places = random.permutation(40)[:23].astype(np.int64)
         gradients = random.standard_normal((23, 19)).astype(F)
         one.push(places, gradients)
-        other.push(places.astype(np.uint32), gradients, np.empty((23, one.plan.words), np.uint32))
+        other.push(places.astype(np.uint32), gradients)
     np.testing.assert_array_equal(one.records, other.records)
+    assert len(one.changes) == 0
+    assert one.changes.take() == []
+
+
+def test_many_updates_of_a_row_are_one_difference() -> None:
+    shard = shard_of("adam", 3, k=4)
+    random = np.random.default_rng(2)
+    for _ in range(20):
+        before = shard.records.copy()
+        touched: set[int] = set()
+        for _ in range(random.integers(0, 6)):
+            places = random.permutation(40)[: random.integers(0, 30)].astype(np.uint32)
+            shard.push(places, random.standard_normal((len(places), 3)).astype(F))
+            touched |= set(places.tolist())
+            some = np.sort(random.permutation(40)[:15])
+            np.testing.assert_array_equal(shard.changes.told(some), before[some])
+        assert len(shard.changes) == len(touched)
+        np.testing.assert_array_equal(taken(shard), before ^ shard.records)
+
+
+def test_first_values_are_a_change() -> None:
+    plan = GroupPlan(
+        name="g", dim=2, tables=(TablePlan("t", 9),), optimizer=OptimizerPlan(name="sgd", lr=1.0),
+        initial="installed",
+    )  # fmt: skip
+    shard = GroupShard(plan, Placement(1, 2), 0, 0, keep_changes=True)
+    shard.install(np.arange(9), np.arange(18, dtype=F).reshape(9, 2))
+    assert len(shard.changes) == 9
+    np.testing.assert_array_equal(taken(shard)[:9].view(F).ravel(), np.arange(18))
+
+
+def taken(shard: GroupShard) -> NDArray[np.uint32]:
+    """The differences of all records, zeros where nothing changed."""
+    out = np.zeros_like(shard.records)
+    k = shard.placement.k
+    for member, blocks, differences in shard.changes.take():
+        assert len(set(blocks.tolist())) == len(blocks)
+        out[blocks.astype(np.int64) * k + member] = differences
+    return out
 
 
 Make = Callable[[list[nn.Parameter], float], Any]
@@ -187,18 +227,12 @@ def test_odd_gradients_are_applied_as_they_are(name: OptimizerName, dim: int) ->
             expected = old.copy()
             for place, gradient in zip(places, gradients, strict=True):
                 expected[place] = twin(shard.plan, old[place], gradient)
-            differences = np.empty((10, shard.plan.words), np.uint32)
-            shard.push(places, gradients, differences)
-            np.testing.assert_array_equal(shard.records ^ old, _scattered(differences, places))
+            shard.push(places, gradients)
+            np.testing.assert_array_equal(shard.records ^ old, taken(shard))
             nan = np.isnan(expected.view(F))
             np.testing.assert_array_equal(np.isnan(shard.records.view(F)), nan)
             np.testing.assert_array_equal(shard.records[~nan], expected[~nan])
 
-
-def _scattered(values: NDArray[np.uint32], places: NDArray[np.int64]) -> NDArray[np.uint32]:
-    out = np.zeros((40, values.shape[1]), np.uint32)
-    out[places] = values
-    return out
 
 
 def test_powers_are_those_of_the_formula() -> None:

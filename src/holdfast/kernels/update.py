@@ -5,8 +5,11 @@ same bits as float32. ``places`` are the records that a push or a pull names: ``
 found nothing wrong with them, since the loops trust them. Sums and products are IEEE single steps, none
 fused and none reordered: equal pushes in equal order give equal bits on every machine.
 
-``marks`` is a bitmap of records that changed. ``differences`` is uint32 [places, words] and becomes old XOR
-new of each record, or has no rows if nobody wants them.
+``marks`` is a bitmap of records that changed. ``changes`` is for whoever has to tell others what changed: the
+first time that a record is updated, it is copied as it was. It is four arrays: a bitmap of the records that
+are copied (without elements if nobody wants to know), their places (uint32), the copies, and an int64 that
+says how many there are; there must be room for all that is updated. ``take_changes`` makes differences of
+them.
 """
 
 from __future__ import annotations
@@ -45,34 +48,79 @@ def _ask(address, count):
 
 
 @_inlined
-def _begin(records, places, i, marks, differences):
+def _copy(to, at, words):
+    """Copy a record from one address to another."""
+    for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
+        store(to + w, load(at + w))
+
+
+@_inlined
+def _keep(records, place, changes):
+    """Copy a record as it is before its first update."""
+    copied, places, copies, count = changes
+    bit = np.uint64(1) << np.uint64(place & 63)
+    if not copied[place >> 6] & bit:
+        copied[place >> 6] |= bit
+        words, n = records.shape[1], count[0]
+        _copy(copies.ctypes.data + n * words * 4, records.ctypes.data + place * words * 4, words)
+        for w in range(words // COUNT * COUNT, words):
+            copies[n, w] = records[place, w]
+        places[n] = place
+        count[0] = n + 1
+
+
+@_inlined
+def _begin(records, places, i, marks, changes):
     """What comes before each record's update: the record's number."""
     words = records.shape[1]
     if i + _AHEAD < places.shape[0]:
         _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
     place = np.int64(places[i])
     marks[place >> 6] |= np.uint64(1) << np.uint64(place & 63)
-    if differences.shape[0]:
-        some = words // COUNT * COUNT
-        at, to = records.ctypes.data + place * words * 4, differences.ctypes.data + i * words * 4
-        for w in range(0, some * 4, COUNT * 4):
-            store(to + w, load(at + w))
-        for w in range(some, words):
-            differences[i, w] = records[place, w]
+    if changes[0].shape[0]:
+        _keep(records, place, changes)
     return place
 
 
-@_inlined
-def _end(records, place, i, differences):
-    """What comes behind it."""
-    if differences.shape[0]:
-        words = records.shape[1]
-        some = words // COUNT * COUNT
-        at, to = records.ctypes.data + place * words * 4, differences.ctypes.data + i * words * 4
-        for w in range(0, some * 4, COUNT * 4):
-            store(to + w, _xor(load(at + w), load(to + w)))
-        for w in range(some, words):
-            differences[i, w] ^= records[place, w]
+@_compiled
+def keep_records(records, places, changes):
+    """Copy records that are about to be changed by others than the loops below."""
+    for i in range(places.shape[0]):
+        _keep(records, np.int64(places[i]), changes)
+
+
+@_compiled
+def take_changes(records, changes, k, starts, blocks, differences):
+    """Old XOR new of all records that are copied, by member (place % k), and forget the copies.
+
+    ``starts`` is int64 [k + 1] and becomes where each member's begin; ``blocks`` gets place // k of each,
+    ``differences`` the bits, [changes, words].
+    """
+    copied, places, copies, count = changes
+    words = records.shape[1]
+    starts[:] = 0
+    for i in range(count[0]):
+        starts[places[i] % k + 1] += 1
+    for m in range(k):
+        starts[m + 1] += starts[m]
+    for i in range(count[0]):
+        if i + _AHEAD < count[0]:
+            _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        place = np.int64(places[i])
+        to = starts[place % k]
+        starts[place % k] += 1
+        blocks[to] = place // k
+        copied[place >> 6] = np.uint64(0)
+        old, new = copies.ctypes.data + i * words * 4, records.ctypes.data + place * words * 4
+        out = differences.ctypes.data + to * words * 4
+        for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
+            store(out + w, _xor(load(old + w), load(new + w)))
+        for w in range(words // COUNT * COUNT, words):
+            differences[to, w] = copies[i, w] ^ records[place, w]
+    for m in range(k, 0, -1):
+        starts[m] = starts[m - 1]
+    starts[0] = 0
+    count[0] = 0
 
 
 @intrinsic
@@ -113,19 +161,18 @@ def _sgd(w, g, lr):
 
 
 @_compiled
-def update_sgd(records, places, gradients, lr, marks, differences):
+def update_sgd(records, places, gradients, lr, marks, changes):
     """w -= lr g"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, differences)
+        place = _begin(records, places, i, marks, changes)
         at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
         for d in range(0, some * 4, COUNT * 4):
             store(at + d, _sgd(load(at + d), load(of + d), splat(lr)))
         for d in range(some, dim):
             floats[place, d] = _sgd(floats[place, d], gradients[i, d], lr)
-        _end(records, place, i, differences)
 
 
 @_inlined
@@ -135,13 +182,13 @@ def _momentum(w, b, g, lr, momentum):
 
 
 @_compiled
-def update_momentum(records, places, gradients, lr, momentum, marks, differences):
+def update_momentum(records, places, gradients, lr, momentum, marks, changes):
     """b = momentum b + g; w -= lr b"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, differences)
+        place = _begin(records, places, i, marks, changes)
         at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
         for d in range(0, some * 4, COUNT * 4):
             b = at + dim * 4 + d
@@ -152,7 +199,6 @@ def update_momentum(records, places, gradients, lr, momentum, marks, differences
             weight, moved = _momentum(floats[place, d], floats[place, dim + d], gradients[i, d], lr, momentum)
             floats[place, d] = weight
             floats[place, dim + d] = moved
-        _end(records, place, i, differences)
 
 
 @_inlined
@@ -162,13 +208,13 @@ def _adagrad(w, s, g, lr, eps):
 
 
 @_compiled
-def update_adagrad(records, places, gradients, lr, eps, marks, differences):
+def update_adagrad(records, places, gradients, lr, eps, marks, changes):
     """s += g²; w -= lr g / (sqrt(s) + eps)"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, differences)
+        place = _begin(records, places, i, marks, changes)
         at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
         for d in range(0, some * 4, COUNT * 4):
             s = at + dim * 4 + d
@@ -179,7 +225,6 @@ def update_adagrad(records, places, gradients, lr, eps, marks, differences):
             weight, total = _adagrad(floats[place, d], floats[place, dim + d], gradients[i, d], lr, eps)
             floats[place, d] = weight
             floats[place, dim + d] = total
-        _end(records, place, i, differences)
 
 
 @_inlined
@@ -212,13 +257,13 @@ def _scaled(w, g, divisor, lr):
 
 
 @_compiled
-def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, differences):
+def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, changes):
     """s += mean of g²; w -= lr g / (sqrt(s) + eps)"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, differences)
+        place = _begin(records, places, i, marks, changes)
         total = floats[place, dim] + _square_sum(gradients, i) / np.float32(dim)
         floats[place, dim] = total
         divisor = np.sqrt(total) + eps
@@ -227,7 +272,6 @@ def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, differenc
             store(at + d, _scaled(load(at + d), load(of + d), splat(divisor), splat(lr)))
         for d in range(some, dim):
             floats[place, d] = _scaled(floats[place, d], gradients[i, d], divisor, lr)
-        _end(records, place, i, differences)
 
 
 @_inlined
@@ -250,7 +294,7 @@ def _adam(w, m, v, g, part1, part2, size, eps):
 
 
 @_compiled
-def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, differences):
+def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, changes):
     """m += (1 - beta1)(g - m); v += (1 - beta2)(g² - v); w -= size m / (sqrt(v) + eps)
 
     size = lr sqrt(1 - beta2^t) / (1 - beta1^t), t the record's own number of updates. ``lr`` and the betas
@@ -261,7 +305,7 @@ def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, differ
     some = dim // COUNT * COUNT
     part1, part2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, differences)
+        place = _begin(records, places, i, marks, changes)
         step = np.int64(records[place, 3 * dim]) + 1
         records[place, 3 * dim] = np.uint32(step)
         size = np.float32(lr * np.sqrt(1.0 - _power(beta2, step)) / (1.0 - _power(beta1, step)))
@@ -295,7 +339,6 @@ def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, differ
             floats[place, d] = weight
             floats[place, dim + d] = mean
             floats[place, 2 * dim + d] = square
-        _end(records, place, i, differences)
 
 
 @_compiled

@@ -25,14 +25,14 @@ _LOOPS: dict[str, tuple[Callable[..., None], Callable[[OptimizerPlan], tuple[flo
 
 
 def updater(plan: OptimizerPlan) -> Callable[[Any, Any, Any, Any, Any], None]:
-    """A function of (records, places, gradients, marks, differences): see ``kernels.update``.
+    """A function of (records, places, gradients, marks, changes): see ``kernels.update``.
 
     It trusts its arguments: ``GroupShard.push`` checks them.
     """
     loop, scalars = _LOOPS[plan.name]
     chosen = scalars(plan)
 
-    def apply(records: Any, places: Any, gradients: Any, marks: Any, differences: Any) -> None:
-        loop(records, places, gradients, *chosen, marks, differences)
+    def apply(records: Any, places: Any, gradients: Any, marks: Any, changes: Any) -> None:
+        loop(records, places, gradients, *chosen, marks, changes)
 
     return apply

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from holdfast.kernels import rows as row_loops
 from holdfast.kernels import update
+from holdfast.tables.changes import Changes
 from holdfast.tables.optimizers import updater
 from holdfast.tables.plan import GroupPlan, RowPlacement
 
@@ -30,6 +31,14 @@ class GroupShard:
     beyond the records, records that stand for no row, and, where records are written, places that are named
     twice. Values are bits: NaN and infinities are taken as they are. Not safe for use by two threads at once,
     except that ``pull`` may run beside ``pull``.
+
+    Args:
+        plan: the group.
+        placement: where its rows lie.
+        server: the one that this is at.
+        seed: of first values.
+        keep_changes: whether ``changes`` is to know what others must be told.
+        empty: whether to leave out first values, of a shard whose records come from elsewhere.
     """
 
     plan: GroupPlan
@@ -41,8 +50,19 @@ class GroupShard:
     """Whether there are first values. Whoever restores all records by ``write`` sets it."""
     rows: int
     """How many rows lie here."""
+    changes: Changes
+    """What changed since others were last told; nothing is kept unless ``keep_changes``."""
 
-    def __init__(self, plan: GroupPlan, placement: RowPlacement, server: int, seed: int) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        placement: RowPlacement,
+        server: int,
+        seed: int,
+        *,
+        keep_changes: bool = False,
+        empty: bool = False,
+    ) -> None:
         if not 0 <= server < placement.servers:
             raise ValueError(f"server {server}: expected 0 to {placement.servers - 1}")
         self.plan = plan
@@ -55,13 +75,14 @@ class GroupShard:
             )
         self.records = _aligned(count, plan.words)
         self.marks = np.zeros(-(-count // 64), np.uint64)
+        self.changes = Changes(self.records, placement.k, keep=keep_changes)
         self._seen = np.zeros_like(self.marks)
         self._layout = (server, placement.servers, placement.k, placement.r)
         self._update = updater(plan.optimizer)
         self._certain = plan.rows // (placement.k * placement.servers) * placement.k
         self.rows = self._certain + int((self.rows_of(np.arange(self._certain, count)) < plan.rows).sum())
         self.installed = plan.initial == "uniform"
-        if self.installed:
+        if self.installed and not empty:
             self._fill(seed)
 
     def _fill(self, seed: int) -> None:
@@ -94,21 +115,12 @@ class GroupShard:
         """Raise ValueError unless these are places of rows of this server, all different."""
         self._checked(places, self._seen)
 
-    def push(self, places: Places, gradients: Floats, differences: Records | None = None) -> None:
-        """Update these rows, all different, by their gradients [places, dim], through the plan's optimizer.
-
-        ``differences``, [places, words], becomes old XOR new of each record.
-        """
+    def push(self, places: Places, gradients: Floats) -> None:
+        """Update these rows, all different, by their gradients [places, dim], through the plan's optimizer."""
         gradients = self._shaped(gradients, np.float32, len(places), self.plan.dim, "gradients")
-        if differences is None:
-            differences = np.empty((0, self.plan.words), np.uint32)
-        elif differences.shape != (len(places), self.plan.words) or differences.dtype != np.uint32:
-            raise ValueError(
-                f"group {self.plan.name}: differences are {differences.dtype} {list(differences.shape)}, "
-                f"expected uint32 {[len(places), self.plan.words]}"
-            )
         places = self._checked(places, self._seen)
-        self._update(self.records, places, gradients, self.marks, differences)
+        changes = self.changes.for_update(len(places))
+        self._update(self.records, places, gradients, self.marks, changes)
 
     def install(self, places: Places, weights: Floats) -> bool:
         """Give the rows their first weights, [places, dim]; their optimizer state is zero.
@@ -124,6 +136,7 @@ class GroupShard:
             )
         if self.installed:
             return False
+        self.changes.keep(places)
         self.records[:, : self.plan.dim].view(np.float32)[places] = weights
         row_loops.mark_rows(self.marks, places, 0, len(self.records))
         self.installed = True
@@ -134,7 +147,8 @@ class GroupShard:
         return self.records[self._checked(places, _NO_BITS)]
 
     def write(self, places: Places, records: Records) -> None:
-        """Put whole records in place, [places, words], and mark them."""
+        """Put whole records in place, [places, words], and mark them. ``changes`` does not hear of it: they are
+        what others know already."""
         records = self._shaped(records, np.uint32, len(places), self.plan.words, "records")
         places = self._checked(places, self._seen)
         self.records[places] = records
