@@ -6,6 +6,7 @@ No clock and no socket: ``receive`` takes the answers, ``tick`` the time, and wh
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from holdfast.cluster.messages import (
     START,
     Commit,
     Install,
+    Kept,
     Message,
     Part,
     Peer,
@@ -109,27 +111,51 @@ class Calls:
         self.outbox: list[Envelope] = []
         self.stale = False
         """A server said that this worker has been replaced."""
+        self.kept_sequence = 0
+        """The last push that all servers keep, whatever fails that the code covers, and its batch."""
+        self.kept_batch: Position = START
         self._plan = plan
         self._first_values = first_values
         self._servers: dict[int, ServerInView] = {}
         self._pulls: dict[int, PullCall] = {}
-        self._push: PushCall | None = None
+        self._pushes: deque[PushCall] = deque()
+        self._kept = [0] * plan.servers
         self._requests = 0
         self._now = 0.0
         self._ticked = 0.0
 
+    @property
+    def unkept(self) -> int:
+        """How many pushes are not kept everywhere: their gradients may be needed once more."""
+        return len(self._pushes)
+
+    @property
+    def applied(self) -> bool:
+        """Whether all pushes are applied everywhere."""
+        return all(call.done for call in self._pushes)
+
+    def start(self, sequence: int, batch: Position) -> None:
+        """Go on behind a push that all servers keep."""
+        self.kept_sequence, self.kept_batch = sequence, batch
+
     def adopt(self, servers: Sequence[ServerInView]) -> None:
-        """Follow a view: what a replaced server has not answered is asked of the new one."""
+        """Follow a view: what a replaced server has not answered, or may have lost, goes to the new one."""
         for server in servers:
             known = self._servers.get(server.slot)
+            if not server.starts:
+                if known is not None and server.incarnation > known.incarnation:
+                    del self._servers[server.slot]
+                continue
             self._servers[server.slot] = server
             if known is not None and known.incarnation == server.incarnation:
                 continue
-            for call in self._open():
-                if isinstance(call, PushCall) and server.slot in call.frames and known is not None:
-                    self._ask_push(call, server.slot)
-                elif server.slot in call.questions:
-                    self._send(server.slot, call.questions[server.slot])
+            for push in self._pushes:
+                if push.committing:  # its predecessor had staged it
+                    self._post(server.slot, *self._push_message(push, server.slot))
+                self._ask_push(push, server.slot)
+            for pull in self._pulls.values():
+                if server.slot in pull.questions:
+                    self._send(server.slot, pull.questions[server.slot])
 
     def pull(self, spreads: Sequence[Spread], now: float) -> PullCall:
         """Ask for the weights of these rows, one spread for each group."""
@@ -160,9 +186,10 @@ class Calls:
 
         The last push must be done: a server knows a repetition by its number alone.
         """
-        assert self._push is None or self._push.done
+        assert self.applied
         self._now = now
-        call = self._push = PushCall(sequence=sequence, batch=batch, samples=samples)
+        call = PushCall(sequence=sequence, batch=batch, samples=samples)
+        self._pushes.append(call)
         for server in range(self._plan.servers):
             parts: list[Part] = []
             frames: list[Frame] = []
@@ -186,6 +213,9 @@ class Calls:
             self._take_rows(server, message, envelope.frames)
         elif isinstance(message, Pushed):
             self._take_pushed(server, message)
+            self._keep(server, message.kept)
+        elif isinstance(message, Kept):
+            self._keep(server, message.sequence)
         elif isinstance(message, Refused):
             self._take_refusal(server, message)
 
@@ -215,8 +245,18 @@ class Calls:
         return waiting
 
     def _open(self) -> list[Call]:
-        calls: list[Call] = [*self._pulls.values()]
-        return calls if self._push is None or self._push.done else [*calls, self._push]
+        return [*self._pulls.values(), *(call for call in self._pushes if not call.done)]
+
+    def _numbered(self, sequence: int) -> PushCall | None:
+        return next((call for call in self._pushes if call.sequence == sequence), None)
+
+    def _keep(self, server: int, sequence: int) -> None:
+        """A server keeps all pushes up to this one; what all of them keep need not be sent again."""
+        self._kept[server] = max(self._kept[server], sequence)
+        kept = min(self._kept)
+        while self._pushes and self._pushes[0].sequence <= kept and self._pushes[0].done:
+            call = self._pushes.popleft()
+            self.kept_sequence, self.kept_batch = call.sequence, call.batch
 
     def _take_rows(self, server: int, message: Rows, frames: Sequence[Frame]) -> None:
         call = self._pulls.get(message.request)
@@ -250,8 +290,8 @@ class Calls:
         self._post(server, Install(tuple(parts)), frames)
 
     def _take_pushed(self, server: int, message: Pushed) -> None:
-        call = self._push
-        if call is None or message.sequence != call.sequence or server not in call.questions:
+        call = self._numbered(message.sequence)
+        if call is None or server not in call.questions:
             return
         if message.applied:
             del call.questions[server]
@@ -264,14 +304,13 @@ class Calls:
                     self._ask_push(call, each)
 
     def _take_refusal(self, server: int, message: Refused) -> None:
-        call = self._push
+        call = self._numbered(message.sequence)
         if message.reason == "stale":
             self.stale = True
         elif (
             message.reason == "not staged"
             and call is not None
             and call.committing
-            and call.sequence == message.sequence
             and server in call.questions
         ):
             # It has been replaced since it staged: both phases again, for it alone.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
@@ -33,9 +33,13 @@ from holdfast.cluster.messages import (
     View,
     ViewNumber,
     WorkerInView,
+    WorkerMark,
 )
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transport.base import Envelope, Frame
+
+
+_Entry = TypeVar("_Entry", ServerInView, WorkerInView)
 
 
 class Durable(Struct, frozen=True, kw_only=True):
@@ -46,6 +50,8 @@ class Durable(Struct, frozen=True, kw_only=True):
     """The incarnation of each slot."""
     workers: tuple[int, ...] = ()
     endpoint: str = ""
+    began: bool = False
+    """Whether servers have begun: from then on what they hold is more than first values."""
 
 
 class Storage(Protocol):
@@ -78,6 +84,20 @@ class Member:
     def follows(self, number: ViewNumber) -> bool:
         """Whether it has seen this view."""
         return self.beat is not None and self.beat.view >= number
+
+
+@dataclass
+class _ServerMember(Member):
+    stage: Literal["fencing", "settling", "started"] = "fencing"
+    since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
+    deaths: int = 0
+    lost_at: float = 0.0
+    recovering: bool = False
+
+    @property
+    def marks(self) -> tuple[WorkerMark, ...]:
+        """Where workers stand there; empty if nothing can be said."""
+        return self.beat.marks if self.beat is not None and self.beat.started.epoch else ()
 
 
 @dataclass
@@ -118,7 +138,7 @@ class Keeper(Protocol):
 class Failure:
     """Why the job ends early."""
 
-    kind: Literal["server", "worker", "error"]
+    kind: Literal["server", "worker", "lost", "error"]
     peer: Peer
     text: str
 
@@ -163,7 +183,7 @@ class Supervisor:
         known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
         self._durable = replace(known, epoch=known.epoch + 1)
         storage.save(self._durable)  # before anybody hears of this epoch
-        self.servers = [Member("server", s, i, now) for s, i in enumerate(known.servers)]
+        self.servers = [_ServerMember("server", s, i, now) for s, i in enumerate(known.servers)]
         self.workers = [_WorkerMember("worker", w, i, now) for w, i in enumerate(known.workers)]
         self.view = View(
             ViewNumber(self._durable.epoch, 0),
@@ -171,9 +191,10 @@ class Supervisor:
             tuple(ServerInView(m.slot, m.incarnation) for m in self.servers),
             tuple(WorkerInView(m.slot, m.incarnation) for m in self.workers),
         )
-        for worker in self.workers:
-            worker.since_view = self.view.number
+        for member in [*self.servers, *self.workers]:
+            member.since_view = self.view.number
         self._first = self.view.number
+        self._steps = [0] * plan.workers
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
@@ -239,7 +260,11 @@ class Supervisor:
         asked for: the same number would then stand for two instants.
         """
         going = self.view.phase in ("running", "ending") and self.cut is None
-        return going and all(s.follows(self._first) for s in self.servers)
+        return going and all(s.follows(self._first) and self._is_whole(s) for s in self.servers)
+
+    def _is_whole(self, server: _ServerMember) -> bool:
+        """Whether a server has all of its rows."""
+        return server.stage == "started" and bool(server.marks) and not server.recovering
 
     def announce(self, **changes: int) -> None:
         """Tell everybody what has become of a version: "committed" or "tidied"."""
@@ -262,7 +287,7 @@ class Supervisor:
 
     def samples(self) -> int:
         """Samples of those batches."""
-        marks = [s.beat.marks for s in self.servers if s.beat is not None]
+        marks = [s.marks for s in self.servers if s.marks]
         before = self.plan.resume.samples if self.plan.resume else 0
         return before + sum(min((m[w.slot].samples for m in marks), default=0) for w in self.workers)
 
@@ -270,11 +295,10 @@ class Supervisor:
         """Do whatever what is known allows."""
         if self.view.phase == "stopping":
             return
-        if self.view.phase == "starting" and all(_is_ready(m) for m in self.servers):
-            servers = tuple(
-                ServerInView(m.slot, m.incarnation, m.beat.endpoint if m.beat else "") for m in self.servers
-            )
-            self._change(phase="running", servers=servers)
+        for server in self.servers:
+            self._bring_in_server(server, now)
+        if self.view.phase == "starting" and all(m.stage == "started" for m in self.servers):
+            self._change(phase="running")
         for worker in self.workers:
             self._bring_in(worker)
         self._advance_cut()
@@ -284,22 +308,116 @@ class Supervisor:
             self._keeper.advance(self, now)
         self._advance_tests(now)
 
+    def _bring_in_server(self, server: _ServerMember, now: float) -> None:
+        """Take a new incarnation of a server one step further, if all others are ready for it."""
+        beat = server.beat
+        if server.stage == "started":
+            self._note_recovery(server, now)
+            return
+        if beat is not None and beat.started.epoch:  # this supervisor came back, or another saw it start
+            since = beat.started
+            self._change_server(server, endpoint=beat.endpoint, starts=True, since=since)
+            server.stage = "started"
+        elif server.incarnation == 1:
+            if all(_is_ready(s) for s in self.servers):
+                self._begin()
+        elif server.stage == "fencing":
+            if self._others_follow(server):
+                self._settle_server(server)
+        elif beat is not None and _is_ready(server) and self._others_follow(server):
+            self._change_server(server, endpoint=beat.endpoint, starts=True, since=self._next_number())
+            server.stage, server.recovering = "started", True
+            self._say("server_started", server, seconds=round(now - server.lost_at, 3))
+
+    def _begin(self) -> None:
+        """All servers have their rows: the first ones of all slots begin in one view."""
+        if not self._durable.began:
+            self._durable = replace(self._durable, began=True)
+            self._storage.save(self._durable)
+        since = self._next_number()
+        for server in self.servers:
+            if server.incarnation == 1 and server.beat is not None and server.beat.started.epoch:
+                since = server.beat.started  # by a view that the others have missed
+        entries = self.view.servers
+        for server in self.servers:
+            if server.incarnation == 1 and server.stage != "started" and server.beat is not None:
+                server.stage = "started"
+                entry = ServerInView(server.slot, 1, server.beat.endpoint, starts=True, since=since)
+                entries = _with(entries, entry)
+        self._change(servers=entries)
+
+    def _others_follow(self, server: _ServerMember) -> bool:
+        """Whether all other servers know of what was said of this one last, or have nothing to do with it."""
+        for other in self.servers:
+            if other is server:
+                continue
+            if other.beat is None or (other.beat.started.epoch and not other.follows(server.since_view)):
+                return False
+        return True
+
+    def _settle_server(self, server: _ServerMember) -> None:
+        """Decide how much of a dead server's work counts: what all of its parity servers have."""
+        states = [
+            state
+            for other in self.servers
+            if other is not server and other.beat is not None
+            for state in other.beat.lanes
+            if state.slot == server.slot
+        ]
+        if not states:
+            self._fail(Failure("lost", server.peer, "and all servers that hold its parities"))
+            return
+        newest = max(state.incarnation for state in states)
+        mine = [state for state in states if state.incarnation == newest]
+        least = min(mine, key=lambda state: state.batch)
+        cut, marks = least.batch, least.marks
+        if len(mine) < len(states):
+            # Some have not even heard that the last one began: nothing of it can have been kept.
+            first = next((s for s in mine if s.first_batch == 0), None)
+            if first is None:
+                self._fail(Failure("lost", server.peer, "and with it what its parities belong to"))
+                return
+            cut, marks = 0, first.first_marks
+        self._change_server(server, cut=cut, marks=marks)
+        server.stage = "settling"
+        server.since_view = self.view.number
+
+    def _note_recovery(self, server: _ServerMember, now: float) -> None:
+        beat = server.beat
+        if beat is None or not beat.started.epoch:
+            return
+        redundancy = beat.redundancy
+        if redundancy.lost:
+            text = f"took over, but {redundancy.lost:,} rows could not be recovered"
+            self._fail(Failure("lost", server.peer, text))
+        elif redundancy.rows:
+            server.recovering = True
+        elif server.recovering:
+            server.recovering = False
+            server.deaths = 0
+            seconds = round(now - server.lost_at, 3)
+            self._say("server_recovered", server, rows=redundancy.recovered, seconds=seconds)
+
     def _bring_in(self, worker: _WorkerMember) -> None:
         """Take a new incarnation of a worker one step further, if all servers are ready for it."""
-        if worker.stage == "started" or not all(s.follows(worker.since_view) for s in self.servers):
+        ready = all(s.stage == "started" and s.marks and s.follows(worker.since_view) for s in self.servers)
+        if worker.stage == "started" or not ready:
             return
-        marks = [s.beat.marks[worker.slot] for s in self.servers if s.beat is not None]
+        marks = [s.marks[worker.slot] for s in self.servers]
         if worker.stage == "fencing":
             # Nothing that the old incarnation sent can change these marks any more.
             self._change_worker(worker, settle=max(mark.sequence for mark in marks))
             worker.stage = "settling"
-        else:
+        elif all(mark.kept >= mark.sequence for mark in marks):
+            # Nobody has its pushes any more: what a server that died had not kept would be lost.
             # With atomic pushes all marks are equal by now. Without, some servers may be one batch ahead: it
             # is computed again, and they recognise its number.
             last = min(marks, key=lambda mark: mark.sequence)
             self._change_worker(worker, starts=True, sequence=last.sequence, batch=last.batch)
             worker.stage = "started"
             self._say("worker_started", worker, sequence=last.sequence)
+        else:
+            return
         worker.since_view = self.view.number
 
     def _advance_cut(self) -> None:
@@ -310,7 +428,7 @@ class Supervisor:
             if all(self._holds(worker, cut.view) for worker in self.workers):
                 cut.positions = tuple(w.beat.batch for w in self.workers if w.beat is not None)
                 self._change(cut=cut.version)
-        elif all(s.beat is not None and s.beat.cut >= cut.version for s in self.servers):
+        elif all(s.stage == "started" and s.beat and s.beat.cut >= cut.version for s in self.servers):
             # Nobody has gone on yet, so these beats say what is in the cut.
             cut.steps, cut.samples = self.steps(), self.samples()
             self.cut = None
@@ -339,7 +457,7 @@ class Supervisor:
             w.stage == "started" and w.beat is not None and w.beat.state == "done" for w in self.workers
         )
         steps = self.steps()
-        if done and not waiting and self.cut is None:
+        if done and not waiting and self.cut is None and all(self._is_whole(s) for s in self.servers):
             if not (self._test and self._tested_at == steps):
                 self._start_test(steps)
             elif self._keeper is None or self._keeper.may_stop(self, now):
@@ -356,12 +474,17 @@ class Supervisor:
         self._tested_at = steps
         self._change_worker(self.workers[0], test=self._test)
 
-    def _look_at(self, member: Member, beat: Beat, now: float) -> None:
+    def _look_at(self, member: _ServerMember | _WorkerMember, beat: Beat, now: float) -> None:
         if beat.state == "failed":
             self._fail(Failure("error", member.peer, beat.error))
         elif isinstance(member, _WorkerMember) and beat.stuck_on and member.stage == "started":
             # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
-            self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
+            if all(self.servers[s].stage == "started" for s in beat.stuck_on):
+                self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
+        elif beat.stuck_on and all(self._is_whole(s) for s in self.servers):
+            # Two servers cannot talk to each other: one is replaced, while all others have their rows.
+            other = self.servers[beat.stuck_on[0]]
+            self._lose(other, f"cannot be reached by server {member.slot}", now)
 
     def _note_exit(self, exited: Exit, now: float) -> None:
         member = self._member(exited.peer)
@@ -370,30 +493,47 @@ class Supervisor:
         how = f"was killed by signal {-exited.code}" if exited.code < 0 else f"ended with code {exited.code}"
         self._lose(member, how, now)
 
-    def _lose(self, member: Member, how: str, now: float) -> None:
-        """A node no longer counts: a worker is replaced, a server ends the job."""
+    def _lose(self, member: _ServerMember | _WorkerMember, how: str, now: float) -> None:
+        """A node no longer counts: it is replaced, or the job ends."""
         if self.view.phase == "stopping":
             return
         self._say(f"{member.role}_lost", member, reason=how)
-        if not isinstance(member, _WorkerMember):
+        protected = self.plan.r and self.plan.dense != "none" and self._durable.began
+        if isinstance(member, _ServerMember) and not protected:
             self._fail(Failure("server", member.peer, how))
             return
-        sequence = self._sequence(member)
-        member.deaths = member.deaths + 1 if sequence == member.died_at else 1
-        member.died_at = sequence
+        if isinstance(member, _WorkerMember):
+            sequence = self._sequence(member)
+            member.deaths = 0 if sequence != member.died_at else member.deaths
+            member.died_at = sequence
+        member.deaths += 1
         if member.deaths > self.plan.most_deaths:
-            self._fail(Failure("worker", member.peer, how))
+            self._fail(Failure("worker" if member.role == "worker" else "server", member.peer, how))
             return
         member.incarnation += 1
         member.since, member.heard, member.beat = now, None, None
         workers = tuple(m.incarnation for m in self.workers)
-        self._durable = replace(self._durable, epoch=self._durable.epoch + 1, workers=workers)
+        servers = tuple(m.incarnation for m in self.servers)
+        self._durable = replace(self._durable, epoch=self._durable.epoch + 1, workers=workers, servers=servers)
         self._storage.save(self._durable)  # before anybody hears of this incarnation
-        old = self.view.workers[member.slot]
-        fresh = WorkerInView(member.slot, member.incarnation, test=old.test)
-        self._change(workers=_with(self.view.workers, fresh))
+        if isinstance(member, _ServerMember):
+            member.lost_at = now
+            entry = ServerInView(member.slot, member.incarnation)
+            self._change(servers=_with(self.view.servers, entry))
+            self._give_up_cut()
+        else:
+            old = self.view.workers[member.slot]
+            fresh = WorkerInView(member.slot, member.incarnation, test=old.test)
+            self._change(workers=_with(self.view.workers, fresh))
         member.stage = "fencing"
         member.since_view = self.view.number
+
+    def _give_up_cut(self) -> None:
+        """A cut that not all servers have copied comes to nothing."""
+        if self.cut is not None:
+            self.cut = None
+            if self.view.phase == "holding":
+                self._change(phase="running")
 
     def _fail(self, failure: Failure) -> None:
         if self.failure is None and self.view.phase != "stopping":
@@ -402,14 +542,20 @@ class Supervisor:
 
     def _sequence(self, worker: _WorkerMember) -> int:
         """The last batch that all servers have applied."""
-        marks = [s.beat.marks[worker.slot].sequence for s in self.servers if s.beat is not None]
+        marks = [s.marks[worker.slot].sequence for s in self.servers if s.marks]
         said = worker.beat.sequence if worker.beat is not None else 0  # often before servers say it
-        return max(min(marks, default=0), said)
+        # A server that was replaced may say less: what it lacks is being pushed again.
+        self._steps[worker.slot] = max(min(marks, default=0), said, self._steps[worker.slot])
+        return self._steps[worker.slot]
 
-    def _member(self, peer: Peer) -> Member | None:
+    def _member(self, peer: Peer) -> _ServerMember | _WorkerMember | None:
         slots: dict[str, list[Any]] = {"server": self.servers, "worker": self.workers}
         members = slots.get(peer.role, [])
         return members[peer.slot] if 0 <= peer.slot < len(members) else None
+
+    def _change_server(self, server: _ServerMember, **changes: Any) -> None:
+        changed = replace(self.view.servers[server.slot], **changes)
+        self._change(servers=_with(self.view.servers, changed))
 
     def _change_worker(self, worker: _WorkerMember, **changes: Any) -> None:
         changed = replace(self.view.workers[worker.slot], **changes)
@@ -417,14 +563,15 @@ class Supervisor:
 
     def _change(self, **changes: Any) -> None:
         """A new view, sent to everybody who is known to listen."""
-        old = self.view.number
-        revision = old.revision + 1 if old.epoch == self._durable.epoch else 0
-        number = ViewNumber(self._durable.epoch, revision)
-        self.view = replace(self.view, number=number, **changes)
+        self.view = replace(self.view, number=self._next_number(), **changes)
         for member in [*self.servers, *self.workers]:
             if member.beat is not None:
                 self._send(member.peer, self.view)
         self._send(Peer("launcher"), self.view)
+
+    def _next_number(self) -> ViewNumber:
+        old = self.view.number
+        return ViewNumber(self._durable.epoch, old.revision + 1 if old.epoch == self._durable.epoch else 0)
 
     def _send(self, target: Peer, message: Message) -> None:
         self.outbox.append(Envelope(self.me, target, message))
@@ -438,5 +585,5 @@ def _is_ready(server: Member) -> bool:
     return server.beat is not None and server.beat.state != "restoring"
 
 
-def _with(workers: tuple[WorkerInView, ...], changed: WorkerInView) -> tuple[WorkerInView, ...]:
-    return tuple(changed if w.slot == changed.slot else w for w in workers)
+def _with(entries: tuple[_Entry, ...], changed: _Entry) -> tuple[_Entry, ...]:
+    return tuple(changed if entry.slot == changed.slot else entry for entry in entries)

@@ -6,6 +6,10 @@ lost, repeated or late does no harm: a node's ``Beat`` tells the supervisor wher
 supervisor's ``View`` tells a node how the job is to be. A node whose beat shows an old view gets the new
 one again. Only what a server has saved is asked for (``Collect`` → ``Saved``), again and again until it is
 there.
+
+Between servers goes what protects their rows. In a *lane*, which is an owner's messages to one parity server
+in order, each once: ``Change`` and ``Values`` (→ ``Taken``). Outside of it ``ReadStripes`` asks an owner for
+``Values``, and ``Recover`` asks a parity server for ``Syndromes``, again until the answer is there.
 """
 
 from __future__ import annotations
@@ -99,6 +103,14 @@ class Pushed(Struct, frozen=True, array_like=True, tag="pushed"):
     sequence: int
     applied: bool
     """False: staged only."""
+    kept: int = 0
+    """The newest push of this worker that no failure which the code covers can undo."""
+
+
+class Kept(Struct, frozen=True, array_like=True, tag="kept"):
+    """Server → worker, unasked: what ``Pushed.kept`` would say now."""
+
+    sequence: int
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -126,6 +138,127 @@ class WorkerMark(Struct, frozen=True, array_like=True):
     """Of all batches that were applied."""
     staged: int = 0
     """The one that waits for its commit; 0: none."""
+    kept: int = 0
+    """The last one that no failure which the code covers can undo."""
+
+
+class StripePart(Struct, frozen=True, array_like=True):
+    """Some rows of one group that are the same member of their stripes; frames: blocks (uint32), records."""
+
+    group: int
+    parity: int
+    member: int
+    rows: int
+
+
+class Change(Struct, frozen=True, array_like=True, tag="change"):
+    """Owner → parity server, in their lane: old XOR new of records, of one or many pushes.
+
+    Batches of changes are numbered alike in all lanes of an owner.
+    """
+
+    number: int
+    """In the lane, from 1."""
+    batch: int
+    stable: int
+    """The newest batch that all parity servers have."""
+    marks: tuple[WorkerMark, ...]
+    """The pushes that are in this batch or before it."""
+    parts: tuple[StripePart, ...]
+
+
+class Values(Struct, frozen=True, array_like=True, tag="values"):
+    """Owner → parity server, in their lane: records as they were after this batch.
+
+    Frames: the records that the owner has, and which of those that were asked for it lacks (uint32).
+    """
+
+    number: int
+    batch: int
+    job: int
+    member: int
+    rows: int
+    absent: int = 0
+
+
+class Taken(Struct, frozen=True, array_like=True, tag="taken"):
+    """Parity server → owner: everything in the lane up to this number has arrived and counts."""
+
+    number: int
+
+
+class ReadStripes(Struct, frozen=True, array_like=True, tag="read"):
+    """Parity server → owner: put these records into our lane. Frame: blocks (uint32), ascending."""
+
+    job: int
+    group: int
+    member: int
+    rows: int
+
+
+class Recover(Struct, frozen=True, array_like=True, tag="recover"):
+    """Replacement → parity server: what is left of these stripes without these members?
+
+    Frame: blocks (uint32), ascending.
+    """
+
+    request: int
+    group: int
+    parity: int
+    without: tuple[int, ...]
+    rows: int
+
+
+class LaneState(Struct, frozen=True, array_like=True):
+    """How far a lane has come."""
+
+    slot: int
+    """The owner's."""
+    incarnation: int
+    batch: int
+    marks: tuple[WorkerMark, ...] = ()
+    first_batch: int = 0
+    """The oldest batch that it could go back to, and its marks."""
+    first_marks: tuple[WorkerMark, ...] = ()
+
+
+class Lacking(Struct, frozen=True, array_like=True):
+    """Stripes of a request that have no answer; the frame says which of them (uint32)."""
+
+    member: int
+    """That the owner lacks; -1: the parity is not there."""
+    rows: int
+
+
+class Syndromes(Struct, frozen=True, array_like=True, tag="syndromes"):
+    """The answer: of each stripe the sum of the parts that the missing members have in this parity.
+
+    Frames: which of the stripes asked for (uint32), syndromes, then one for each ``lacking``.
+    """
+
+    request: int
+    parity: int
+    rows: int
+    without: tuple[LaneState, ...]
+    """Up to where the missing members' owners had come."""
+    lacking: tuple[Lacking, ...] = ()
+
+
+class Redundancy(Struct, frozen=True, array_like=True):
+    """What a server still has to bring back."""
+
+    rows: int = 0
+    """Rows that it lacks, and how many it recovered."""
+    recovered: int = 0
+    parities: int = 0
+    """Parity records that it lacks, and how many it rebuilt."""
+    rebuilt: int = 0
+    lost: int = 0
+    """Rows that cannot be recovered."""
+    scrubbed: int = 0
+    """Stripes that were checked, found wrong, and put right."""
+    wrong: int = 0
+    repaired: int = 0
 
 
 class Figures(Struct, frozen=True, array_like=True):
@@ -196,6 +329,11 @@ class Beat(Struct, frozen=True, array_like=True, tag="beat"):
     """Servers: the newest version of which the rows are copied."""
     saved: int = 0
     """Servers: the newest version of which the files are durable, or could not be written."""
+    started: ViewNumber = ViewNumber()
+    """Servers: the view by which this incarnation took its slot over; before that its marks mean nothing."""
+    lanes: tuple[LaneState, ...] = ()
+    """Servers: how far the lanes came whose owners are gone and have no successor yet."""
+    redundancy: Redundancy = Redundancy()
     tested: Evaluation | None = None
     exited: tuple[Exit, ...] = ()
     """Launcher: the processes that have ended."""
@@ -204,11 +342,22 @@ class Beat(Struct, frozen=True, array_like=True, tag="beat"):
 
 
 class ServerInView(Struct, frozen=True, array_like=True):
-    """A server as the others are to see it."""
+    """A server as the others are to see it.
+
+    A new incarnation takes its slot over once ``starts`` is set: all servers have refused the old one from
+    then on, and agree on the last batch of changes of it that counts.
+    """
 
     slot: int
     incarnation: int
     endpoint: str = ""
+    starts: bool = False
+    since: ViewNumber = ViewNumber()
+    """The first view in which it was."""
+    cut: int = -1
+    """The old incarnation's batches up to this one count; -1: that is not settled yet."""
+    marks: tuple[WorkerMark, ...] = ()
+    """The pushes that are in those."""
 
 
 class WorkerInView(Struct, frozen=True, array_like=True):
@@ -313,7 +462,27 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     """The last few events, so that one report may be lost."""
 
 
-Message = Pull | Rows | Install | Push | Commit | Pushed | Refused | Beat | View | Collect | Saved | Status
+Message = (
+    Pull
+    | Rows
+    | Install
+    | Push
+    | Commit
+    | Pushed
+    | Kept
+    | Refused
+    | Change
+    | Values
+    | Taken
+    | ReadStripes
+    | Recover
+    | Syndromes
+    | Beat
+    | View
+    | Collect
+    | Saved
+    | Status
+)
 
 
 class Header(Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -25,6 +25,23 @@ class Timing(Struct, frozen=True, kw_only=True):
     """Before a message that was not answered is sent again; doubled each time."""
     stuck_seconds: float = 10.0
     """A worker that has waited so long for a server reports it."""
+
+
+class LaneOptions(Struct, frozen=True, kw_only=True):
+    """How changes go to parity servers, and how what is lost comes back."""
+
+    pushes: int = 4
+    """A server tells parity servers of its changes after so many pushes of a worker, …"""
+    seconds: float = 0.1
+    """… or after so long."""
+    window: int = 8
+    """How many pushes of a worker may be waiting for that."""
+    chunk_rows: int = 8192
+    """Rows that are recovered at a time behind the training's back."""
+    share: float = 0.25
+    """How much of the time the recovery behind its back may take; 1: as fast as it can."""
+    scrub_seconds: float = 0.0
+    """How long checking all stripes is to take, over and over; 0: they are not checked."""
 
 
 class NetworkPart(Struct, frozen=True):
@@ -78,6 +95,13 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     workers: int
     k: int = 1
     r: int = 0
+    """Data and parity records of a stripe of the tables' rows; r = 0: nothing protects them."""
+    rings: int = 1
+    """Rings of servers that keep stripes of their own."""
+    dense: Literal["replicate", "workers", "none"] = "none"
+    """What becomes of the network's rows if servers are protected: as many copies as rows of tables have
+    parities, or what a worker used last, or nothing."""
+    lanes: LaneOptions = LaneOptions()
     atomic: bool = False
     """Whether a batch counts at all servers or at none (two phases)."""
     staleness: int = 1
@@ -93,5 +117,12 @@ class JobPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def placement(self) -> Placement:
-        """Where rows lie."""
-        return Placement(self.servers, self.k, self.r)
+        """Where the tables' rows lie."""
+        return Placement(self.servers, self.k, self.r, self.rings)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where the rows of each group lie."""
+        copies = self.r if self.dense == "replicate" else 0
+        network = Placement(self.servers, 1, copies, self.rings if copies else 1)
+        return (*[self.placement] * (len(self.groups) - 1), network)

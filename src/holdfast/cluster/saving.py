@@ -108,7 +108,7 @@ class ShardSaver:
         self._slot = slot
         self._shards = list(shards)
         self._tables = len(table_groups(plan))
-        self._placement = plan.placement
+        self._placements = plan.placements
         self._store = store
         self._runs = runs
         self._share = policy.background_share
@@ -208,11 +208,11 @@ class ShardSaver:
         try:
             for number, shard in enumerate(self._shards[: self._tables]):
                 rows = self._wanted(number, shard, save)
-                places = self._placement.place(rows)
+                places = self._placements[number].place(rows)
                 save.copies.append((rows, np.take(shard.records, places, 0, mode="clip")))
             if self._tables < len(self._shards):
                 network = self._shards[-1]
-                save.network = network.records[self._placement.place(_own_rows(network))]
+                save.network = network.records[self._placements[-1].place(_own_rows(network))]
         except BaseException:
             for shard, rows in zip(self._shards, save.taken, strict=True):
                 shard.mark(rows)

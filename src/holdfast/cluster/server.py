@@ -22,23 +22,37 @@ from numpy.typing import NDArray
 from holdfast.cluster.loop import memory_bytes, open_transport, run_node
 from holdfast.cluster.messages import (
     Beat,
+    Change,
     Collect,
     Commit,
     Figures,
     Install,
+    Kept,
+    Message,
     Part,
     Peer,
     Pull,
     Push,
     Pushed,
+    ReadStripes,
+    Recover,
+    Redundancy,
     Refused,
     Rows,
     Saved,
+    ServerInView,
+    Syndromes,
+    Taken,
+    Values,
     View,
     ViewNumber,
+    WorkerMark,
 )
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.protection import Protection
+from holdfast.cluster.rebuilding import Rebuilding
+from holdfast.cluster.recovery import Recovery
 from holdfast.cluster.resuming import open_saving, restore_rows
 from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.transaction import PushLedger
@@ -51,6 +65,7 @@ from holdfast.tables.shard import GroupShard
 
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
 """A group, places of its rows, and their gradients."""
+_NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 
 class Saver(Protocol):
@@ -76,8 +91,7 @@ class Server:
         me: which one.
         plan: the job's.
         endpoint: where it listens; it tells the supervisor.
-        fresh: whether the job starts from first values; a server that takes over from another, or whose rows
-            come from a checkpoint, must never take them.
+        fresh: whether the job starts from first values, not from a checkpoint.
         saver: who saves its rows; None if nobody does. It may be set later, before the job starts.
         counters: of its transport.
 
@@ -99,8 +113,16 @@ class Server:
         self.me = me
         self.plan = plan
         self.outbox: list[Envelope] = []
-        self.shards = [GroupShard(group, plan.placement, me.slot, plan.seed) for group in plan.groups]
+        replaces = me.incarnation > 1
+        self.shards = [
+            GroupShard(
+                group, placement, me.slot, plan.seed, keep_changes=placement.r > 0, empty=replaces or not fresh
+            )
+            for group, placement in zip(plan.groups, plan.placements, strict=True)
+        ]
         self.view = View(ViewNumber(), "starting")
+        self.started = ViewNumber()
+        """The view by which this server took its slot over; (0, 0) before that."""
         self.malformed = 0
         self.pushes = 0
         self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
@@ -108,11 +130,29 @@ class Server:
         self.restoring = False
         self.error = ""
         self.saver = saver
-        self._fresh = fresh
+        # A server that takes over from another must never take first values, but for what nothing protects.
+        self._takes_first_values = [
+            (plan.dense == "workers" and g == len(self.shards) - 1) if replaces else fresh
+            for g in range(len(self.shards))
+        ]
         self._counters = counters or Counters()
         self._cut = 0
         self._next_beat = 0.0
-        self._told: tuple[bool, int] = (False, 0)
+        self._told: tuple[object, ...] = ()
+        self._kept_told = [0] * plan.workers
+        self._waiting: dict[tuple[Peer, str, int], Envelope] = {}
+        self._changed = False
+        self.protection: Protection | None = None
+        self.recovery: Recovery | None = None
+        if plan.r:
+            self.protection = Protection(
+                me, plan, self.shards, self.outbox, self.marks, fresh=fresh and not replaces, lacks=self._lacks
+            )
+            self.rebuilding = Rebuilding(plan, self.protection)
+            if replaces:
+                self.recovery = Recovery(plan, self.shards, self.protection)
+                self.recovery.on_rows = self._serve_waiting
+        self._now = 0.0
 
     @property
     def over(self) -> bool:
@@ -122,6 +162,7 @@ class Server:
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
+        self._now = now
         if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
             return  # meant for another that had this slot
         try:
@@ -131,30 +172,71 @@ class Server:
             answer, frames = Refused("malformed"), ()
         if isinstance(envelope.message, View):
             self.beat(now)
-        elif answer is not None:
+        elif answer is not None and envelope.source.role != "server":
             self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
 
     def tick(self, now: float) -> None:
         """Give a sign of life when it is time, or when something has come to an end."""
-        if now >= self._next_beat or self._told != (self.restoring, self._saved()):
+        self._now = now
+        if self.protection is not None and self.started.epoch:
+            self.protection.tick(now)
+            self.rebuilding.tick(now)
+            if self.recovery is not None:
+                self.recovery.tick(now)
+            if self.recovery is None or not self.recovery.left:
+                self.rebuilding.rebuild(now)
+                self.rebuilding.scrub(now)
+            self._tell_kept()
+        if now >= self._next_beat or self._told != self._news():
             self.beat(now)
 
     def beat(self, now: float) -> None:
         """Tell the supervisor where this server stands."""
         self._next_beat = now + self.plan.timing.beat_seconds
-        self._told = self.restoring, self._saved()
+        self._told = self._news()
+        protection = self.protection
         message = Beat(
             state="failed" if self.error else "restoring" if self.restoring else "ready",
             view=self.view.number,
             endpoint=self._endpoint,
             pid=os.getpid(),
-            marks=self._ledger.marks(),
+            marks=self.marks(),
             cut=self._cut,
             saved=self._saved(),
+            started=self.started,
+            lanes=protection.sealed() if protection else (),
+            stuck_on=protection.stuck_on(now) if protection else (),
+            redundancy=self.redundancy(),
             error=self.error,
             figures=self.figures(),
         )
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
+
+    def _news(self) -> tuple[object, ...]:
+        """What the supervisor is to hear of at once."""
+        recovery = self.recovery
+        left = recovery is not None and recovery.left > 0, recovery.lost if recovery else 0
+        return self.restoring, self._saved(), left
+
+    def marks(self) -> tuple[WorkerMark, ...]:
+        """Where every worker stands."""
+        return tuple(replace(mark, kept=self._kept(mark.slot)) for mark in self._ledger.marks())
+
+    def redundancy(self) -> Redundancy:
+        """What is still to be brought back."""
+        if self.protection is None:
+            return Redundancy()
+        recovery, rebuilding = self.recovery, self.rebuilding
+        return Redundancy(
+            rows=recovery.left if recovery else 0,
+            recovered=recovery.recovered if recovery else 0,
+            parities=rebuilding.lacking(),
+            rebuilt=rebuilding.rebuilt,
+            lost=recovery.lost if recovery else 0,
+            scrubbed=rebuilding.scrubbed,
+            wrong=rebuilding.wrong,
+            repaired=rebuilding.repaired,
+        )
 
     def figures(self) -> Figures:
         """What the live view shows."""
@@ -172,37 +254,58 @@ class Server:
     def _saved(self) -> int:
         return self.saver.saved() if self.saver is not None else 0
 
-    def _answer(self, envelope: Envelope) -> tuple[Rows | Pushed | Refused | Saved | None, Sequence[Frame]]:
+    def _answer(self, envelope: Envelope) -> tuple[Message | None, Sequence[Frame]]:
         message, frames, source = envelope.message, envelope.frames, envelope.source
-        if isinstance(message, Pull):
-            return self._pull(message, frames)
-        if isinstance(message, Push):
-            updates = self._updates(message.parts, frames)
-            answer = self._ledger.push(
-                source,
-                message.sequence,
-                message.batch,
-                updates,
-                samples=message.samples,
-                stage=message.stage,
-            )
-            return answer, ()
-        if isinstance(message, Commit):
-            return self._ledger.commit(source, message.sequence), ()
-        if isinstance(message, Install):
-            self._install(message, frames)
-        elif isinstance(message, View):
+        if isinstance(message, View):
             self._adopt(message)
+        elif not self.started.epoch:
+            return None, ()  # its turn has not come
+        elif isinstance(message, Pull):
+            return self._pull(envelope, message)
+        elif isinstance(message, Push):
+            return self._push(envelope, message), ()
+        elif isinstance(message, Commit):
+            return self._with_kept(self._ledger.commit(source, message.sequence), source), ()
+        elif isinstance(message, Install):
+            self._install(message, frames)
         elif isinstance(message, Collect) and source.role == "supervisor" and self.saver is not None:
             return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
+        elif self.protection is not None and source.role == "server":
+            self._protect(self.protection, message, frames, source)
         return None, ()
+
+    def _protect(
+        self, protection: Protection, message: Message, frames: Sequence[Frame], source: Peer
+    ) -> None:
+        """What servers tell each other."""
+        if isinstance(message, Change | Values):
+            protection.take(source, message, frames)
+        elif isinstance(message, Taken):
+            protection.taken(source, message.number, self._now)
+        elif isinstance(message, ReadStripes):
+            protection.read(source, message, frames, self._now)
+        elif isinstance(message, Recover):
+            self.rebuilding.recover(source, message, frames, self._now)
+        elif isinstance(message, Syndromes) and self.recovery is not None:
+            if protection.peer(source.slot) == source:
+                self.recovery.receive(source, message, frames, self._now)
+        self.rebuilding.finish(self._now)
 
     def _adopt(self, view: View) -> None:
         if view.number <= self.view.number:
             return
         self.view = view
         self._ledger.adopt(view.workers)
-        if self.saver is None:
+        self._note_changes()
+        mine = next((s for s in view.servers if s.slot == self.me.slot), None)
+        if mine is not None and mine.incarnation == self.me.incarnation:
+            if mine.starts and not self.started.epoch:
+                self._start(mine, view)
+            if self.protection is not None and self.started.epoch:
+                self.protection.adopt(view, mine, self._now)
+        if self.recovery is not None:
+            self.recovery.hurry = view.phase != "running"
+        if self.saver is None or not self.started.epoch:
             return
         self.saver.settle(view.committed, view.tidied)  # first: a new cut takes up what came to nothing
         if view.cut > self._cut:
@@ -210,23 +313,97 @@ class Server:
             self.saver.cut(view.cut, baseline=view.baseline)
             self._cut = view.cut
 
-    def _pull(self, message: Pull, frames: Sequence[Frame]) -> tuple[Rows, Sequence[Frame]]:
-        if len(frames) != len(message.parts):
+    def _start(self, mine: ServerInView, view: View) -> None:
+        """Take the slot over, with what its last incarnation had kept."""
+        self.started = mine.since
+        if self.me.incarnation > 1:
+            self._ledger.restore(mine.marks)
+            self._cut = view.cut  # made without this server, and without its rows
+        if self.protection is not None:
+            self.protection.start(self._ledger.marks())
+
+    def _lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if self.recovery is None:
+            return np.zeros(len(places), np.bool_)
+        return self.recovery.lacks(group, places)
+
+    def _waits(self, envelope: Envelope, kind: str, number: int, parts: Sequence[Update]) -> bool:
+        """Whether a message names rows that are still to come: it is dealt with once they are here."""
+        recovery = self.recovery
+        if recovery is None or not recovery.left:
+            return False
+        waits = kind == "push" and any(key[:2] == (envelope.source, kind) for key in self._waiting)
+        for group, places, _ in parts:
+            self.shards[group].check(places, once=False)
+            if recovery.lacks(group, wide := places.astype(np.int64)).any():
+                recovery.want(group, wide, self._now)
+                waits = True
+        if waits:
+            self._waiting[envelope.source, kind, number] = envelope
+        return waits
+
+    def _serve_waiting(self) -> None:
+        """Rows have come back: whoever waited for them is served."""
+        waiting, self._waiting = self._waiting, {}
+        for envelope in sorted(waiting.values(), key=lambda e: getattr(e.message, "sequence", 0)):
+            self.receive(envelope, self._now)
+
+    def _kept(self, worker: int) -> int:
+        return self.protection.kept(worker) if self.protection else self._ledger.applied(worker)
+
+    def _with_kept(self, answer: Pushed | Refused | None, source: Peer) -> Pushed | Refused | None:
+        self._note_changes(source.slot)
+        if isinstance(answer, Pushed):
+            self._kept_told[source.slot] = self._kept(source.slot)
+            return replace(answer, kept=self._kept(source.slot))
+        return answer
+
+    def _note_changes(self, worker: int | None = None) -> None:
+        """Parity servers are to hear of what was applied, if anything was."""
+        if self._changed and self.protection is not None:
+            self.protection.changed(self._now, worker)
+        self._changed = False
+
+    def _tell_kept(self) -> None:
+        """Workers that have nothing to push would not hear of it otherwise."""
+        for worker in self.view.workers:
+            kept = self._kept(worker.slot)
+            if kept > self._kept_told[worker.slot] and worker.starts:
+                self._kept_told[worker.slot] = kept
+                target = Peer("worker", worker.slot, worker.incarnation)
+                self.outbox.append(Envelope(self.me, target, Kept(kept)))
+
+    def _push(self, envelope: Envelope, message: Push) -> Pushed | Refused | None:
+        source = envelope.source
+        updates = self._updates(message.parts, envelope.frames)
+        if self._waits(envelope, "push", message.sequence, updates):
+            return None
+        answer = self._ledger.push(
+            source, message.sequence, message.batch, updates, samples=message.samples, stage=message.stage
+        )
+        return self._with_kept(answer, source)
+
+    def _pull(self, envelope: Envelope, message: Pull) -> tuple[Rows | None, Sequence[Frame]]:
+        if len(envelope.frames) != len(message.parts):
             raise ValueError("a pull whose frames do not fit its parts")
         missing = tuple(p.group for p in message.parts if not self._shard(p).installed)
         if missing:
             return Rows(message.request, (), missing), ()
-        rows = [
-            self._shard(part).pull(as_array(frame, np.uint32, (part.rows,)))
-            for part, frame in zip(message.parts, frames, strict=True)
+        wanted: list[Update] = [
+            (part.group, as_array(frame, np.uint32, (part.rows,)), _NOTHING)
+            for part, frame in zip(message.parts, envelope.frames, strict=True)
         ]
-        return Rows(message.request, message.parts), rows
+        if self._waits(envelope, "pull", message.request, wanted):
+            return None, ()
+        return Rows(message.request, message.parts), [self.shards[g].pull(places) for g, places, _ in wanted]
 
     def _install(self, message: Install, frames: Sequence[Frame]) -> None:
         for group, places, weights in self._updates(message.parts, frames):
             shard = self.shards[group]
-            if self._fresh and not shard.installed:
+            if self._takes_first_values[group] and not shard.installed:
                 shard.install(places, weights)
+                if self.protection is not None:
+                    self.protection.changed(self._now)
 
     def _updates(self, parts: Sequence[Part], frames: Sequence[Frame]) -> list[Update]:
         """The parts of a push as arrays, all of them checked: what is applied in part cannot be undone."""
@@ -250,6 +427,7 @@ class Server:
         for group, places, gradients in updates:
             self.shards[group].push(places, gradients)
         self.pushes += 1
+        self._changed = True
 
 
 def digest(shards: Sequence[GroupShard]) -> str:

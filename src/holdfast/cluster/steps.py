@@ -70,9 +70,8 @@ class Worker:
         self.view = View(ViewNumber(), "starting")
         self.started: WorkerInView | None = None
         """Where it goes on from, once it may."""
-        self.batch: Position = START
-        self.sequence = 0
-        """The last push that all servers have applied, and its batch."""
+        self.applied = 0
+        """The last push that all servers have applied."""
         self.tested: Evaluation | None = None
         self.error = ""
         self.figures = Figures()
@@ -85,6 +84,16 @@ class Worker:
         self._last_sequence = 0
         self._next_beat = 0.0
         self._told: State = "ready"
+
+    @property
+    def sequence(self) -> int:
+        """The last push that all servers keep."""
+        return self.calls.kept_sequence
+
+    @property
+    def batch(self) -> Position:
+        """Its batch."""
+        return self.calls.kept_batch
 
     @property
     def over(self) -> bool:
@@ -100,7 +109,7 @@ class Worker:
             return "failed"
         if self.started is None:
             return "ready"
-        idle = self._computing is None and self._computed is None and self._push is None
+        idle = self._computing is None and self._computed is None and not self.calls.unkept
         if not idle or self._owes():
             return "working"
         if self.view.phase == "ending" or (self._ended and not self._fed):
@@ -124,7 +133,7 @@ class Worker:
     def _owes(self) -> bool:
         """Whether a predecessor left a batch that only some servers have applied: it comes before all
         else."""
-        return self.started is not None and self.sequence < self.started.settle
+        return self.started is not None and self.applied < self.started.settle
 
     def feed(self, item: Item | None, now: float) -> None:
         """Take the next batch; None when there is none."""
@@ -139,6 +148,7 @@ class Worker:
     def take(self) -> Item | None:
         """A batch to compute with, its rows all here; None if there is nothing to do yet."""
         blocked = self._computing is not None or self._computed is not None
+        blocked = blocked or self.calls.unkept >= self.plan.lanes.window
         if blocked or not self._fed or not (self.view.phase == "running" or self._owes()):
             return None
         pull, network = self._fed[0].pull, self._fed[0].network
@@ -196,7 +206,7 @@ class Worker:
         A row of a table may lack so many of this worker's own batches. The network may lack none: every batch
         moves all of it, and steps that do not see each other overshoot, at the start most of all.
         """
-        missing = item.sequence - 1 - self.sequence
+        missing = item.sequence - 1 - self.applied
         if self.plan.staleness == 0:
             if item.pull is None and missing == 0:
                 item.pull = self.calls.pull(item.spreads, now)
@@ -221,15 +231,15 @@ class Worker:
             return
         if mine.starts:
             self.started = mine
-            self.batch, self.sequence = mine.batch, mine.sequence
-            self._last_sequence = mine.sequence
+            self.calls.start(mine.sequence, mine.batch)
+            self.applied = self._last_sequence = mine.sequence
 
     def _go_on(self, now: float) -> None:
         """Do whatever has become possible."""
         if self._push is not None and self._push.done:
-            self.sequence, self.batch = self._push.sequence, self._push.batch
+            self.applied = self._push.sequence
             self._push = None
-        if self._push is None and self._computed is not None:
+        if self._push is None and self._computed is not None and self.calls.applied:
             item, self._computed = self._computed, None
             self._push = self.calls.push(
                 item.sequence, item.position, item.spreads, item.gradients, now, item.samples

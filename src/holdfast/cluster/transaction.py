@@ -105,8 +105,18 @@ class PushLedger(Generic[Gradients]):
                 if staged is not None and staged.sequence <= worker.settle:
                     self._count(account, staged)
 
+    def restore(self, marks: Sequence[WorkerMark]) -> None:
+        """Take over from a server that had these pushes applied; nothing has come before."""
+        for mark in marks:
+            account = self._accounts[mark.slot]
+            account.sequence, account.batch, account.samples = mark.sequence, mark.batch, mark.samples
+
+    def applied(self, worker: int) -> int:
+        """The last push of a worker that was applied."""
+        return self._accounts[worker].sequence
+
     def marks(self) -> tuple[WorkerMark, ...]:
-        """Where every worker stands."""
+        """Where every worker stands; what is kept is for others to say."""
         return tuple(
             WorkerMark(
                 slot=slot,

@@ -411,7 +411,7 @@ class Versions:
         """The network's records, put together from what servers sent."""
         if not saving_of(self._plan).template:
             return None
-        group, placement = self._plan.groups[-1], self._plan.placement
+        group, placement = self._plan.groups[-1], self._plan.placements[-1]
         records = np.zeros((group.rows, group.words), np.uint32)
         owners = placement.owner(np.arange(group.rows))
         for slot, answer in save.answers.items():

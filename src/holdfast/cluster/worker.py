@@ -107,12 +107,12 @@ class _Talk(threading.Thread):
                 self._faults.after(envelope.message)
 
     def _receive(self, envelope: Envelope, now: float) -> None:
-        started, before = time.thread_time(), self._machine.sequence
+        started, before = time.thread_time(), self._machine.applied
         self._machine.receive(envelope, now)
         part = "pull" if isinstance(envelope.message, Rows) else "push"
         self.cpu[part] += time.thread_time() - started
-        if self._machine.sequence != before:
-            self._faults.reach("pushed", self._machine.sequence)
+        if self._machine.applied != before:
+            self._faults.reach("pushed", self._machine.applied)
 
     def _measured(self) -> Figures:
         """The machine's figures with what the transport has counted."""
@@ -151,9 +151,9 @@ class WorkerProcess:
         rows = self._reader.table_rows
         self._model = WorkerModel(network, rows, table_dims(network, len(rows)))
         self._initial = self._model.initial_network()
-        self._placers = [Placer(group, plan.placement) for group in plan.groups[:-1]]
+        *tables, placement = plan.placements
+        self._placers = [Placer(group, at) for group, at in zip(plan.groups[:-1], tables, strict=True)]
         of_network = np.arange(plan.groups[-1].rows)
-        placement = plan.placement
         self._network_spread, self._network_order = spread_by(
             placement.owner(of_network), placement.place(of_network), plan.servers
         )

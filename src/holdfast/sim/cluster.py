@@ -174,15 +174,16 @@ class SimWorker:
         self._network.flush(self)
 
     def _item(self, batch: int) -> Item:
-        return Item(Position(0, batch), [self._spread(rows) for rows in rows_of(self._plan, batch)], batch, 1)
+        spreads = [self._spread(group, rows) for group, rows in enumerate(rows_of(self._plan, batch))]
+        return Item(Position(0, batch), spreads, batch, 1)
 
-    def _spread(self, rows: NDArray[np.int64]) -> Spread:
-        placement = self._plan.placement
+    def _spread(self, group: int, rows: NDArray[np.int64]) -> Spread:
+        placement = self._plan.placements[group]
         return spread_by(placement.owner(rows), placement.place(rows), self._plan.servers)[0]
 
     def _first_values(self, group: int) -> tuple[Spread, Floats]:
         plan = self._plan.groups[group]
-        return self._spread(np.arange(plan.rows)), np.zeros((plan.rows, plan.dim), np.float32)
+        return self._spread(group, np.arange(plan.rows)), np.zeros((plan.rows, plan.dim), np.float32)
 
 
 class SimLauncher:
@@ -288,7 +289,7 @@ class Cluster:
         values = np.full(plan.rows, np.nan, np.float32)
         for server in self.servers:
             records = copies[server.me.slot][group] if copies else server.shards[group].records
-            rows = self.plan.placement.row(server.me.slot, np.arange(len(records)))
+            rows = self.plan.placements[group].row(server.me.slot, np.arange(len(records)))
             real = rows < plan.rows
             values[rows[real]] = records[real, 0].view(np.float32)
         return values

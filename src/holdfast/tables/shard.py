@@ -111,9 +111,9 @@ class GroupShard:
         update.gather_weights(self.records, places, out)
         return out
 
-    def check(self, places: Places) -> None:
-        """Raise ValueError unless these are places of rows of this server, all different."""
-        self._checked(places, self._seen)
+    def check(self, places: Places, *, once: bool = True) -> None:
+        """Raise ValueError unless these are places of rows of this server, and all different if ``once``."""
+        self._checked(places, self._seen if once else _NO_BITS)
 
     def push(self, places: Places, gradients: Floats) -> None:
         """Update these rows, all different, by their gradients [places, dim], through the plan's optimizer."""

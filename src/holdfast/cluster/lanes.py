@@ -1,0 +1,130 @@
+"""Lanes: an owner's messages to one parity server, in order, each exactly once.
+
+Messages are numbered; the receiver takes the one that comes next, drops all others and says up to where it
+has come; the sender keeps what is not acknowledged and sends it again. Both ends are of one incarnation
+each: a server that was replaced has new lanes. Batches of changes have numbers of their own, the same in all
+lanes of an owner, so that parity servers can agree on how much of a dead owner's work counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from holdfast.cluster.messages import Change, Peer, StripePart, Values, WorkerMark
+from holdfast.cluster.transport.base import Envelope, Frame
+
+
+@dataclass
+class OutLane:
+    """The owner's end."""
+
+    source: Peer
+    target: Peer
+    began: int
+    """The owner's last batch before the lane began: its changes are not in the lane."""
+    batch: int
+    """The newest batch that has been acknowledged or was before the lane."""
+    since: float = 0.0
+    """Since when the oldest message has waited for its acknowledgement."""
+    _number: int = 0
+    _waiting: deque[Envelope] = field(default_factory=deque)
+    _patience: float = 0.0
+    _again: float = 0.0
+
+    @property
+    def next_number(self) -> int:
+        """Of the next message."""
+        return self._number + 1
+
+    @property
+    def waiting(self) -> int:
+        """How many messages are not acknowledged."""
+        return len(self._waiting)
+
+    def send(self, message: Change | Values, frames: Sequence[Frame], now: float, patience: float) -> Envelope:
+        """Put a message, numbered ``next_number``, into the lane."""
+        assert message.number == self.next_number
+        self._number += 1
+        envelope = Envelope(self.source, self.target, message, frames)
+        if not self._waiting:
+            self.since, self._patience, self._again = now, patience, now + patience
+        self._waiting.append(envelope)
+        return envelope
+
+    def acknowledge(self, number: int, now: float, patience: float) -> None:
+        """The other end has everything up to this number."""
+        taken = False
+        while self._waiting and _number_of(self._waiting[0]) <= number:
+            message = self._waiting.popleft().message
+            taken = True
+            if isinstance(message, Change):
+                self.batch = message.batch
+        if taken:
+            self.since, self._patience, self._again = now, patience, now + patience
+
+    def overdue(self, now: float) -> Sequence[Envelope]:
+        """What to send again."""
+        if not self._waiting or now < self._again:
+            return ()
+        self._patience *= 2
+        self._again = now + self._patience
+        return tuple(self._waiting)
+
+
+def _number_of(envelope: Envelope) -> int:
+    assert isinstance(envelope.message, Change | Values)
+    return envelope.message.number
+
+
+@dataclass
+class LoggedChange:
+    """A batch that may have to be undone."""
+
+    batch: int
+    marks: tuple[WorkerMark, ...]
+    parts: tuple[StripePart, ...]
+    frames: Sequence[Frame]
+
+
+@dataclass
+class InLane:
+    """The parity server's end."""
+
+    source: Peer
+    known: bool
+    """Whether it is known how far the owner has come: from the lane's first message on, or since the owner
+    began."""
+    batch: int = 0
+    marks: tuple[WorkerMark, ...] = ()
+    number: int = 0
+    """Of the newest message that was taken."""
+    log: deque[LoggedChange] = field(default_factory=deque)
+    """Batches that other parity servers may lack."""
+    before: tuple[int, tuple[WorkerMark, ...]] = (0, ())
+    """What ``batch`` and ``marks`` are without the log."""
+
+    def take(self, message: Change | Values, frames: Sequence[Frame]) -> None:
+        """The next message counts."""
+        self.number = message.number
+        if not self.known:
+            self.known = True
+            self.batch = message.batch - 1 if isinstance(message, Change) else message.batch
+            self.before = self.batch, ()
+        if isinstance(message, Change):
+            self.batch, self.marks = message.batch, message.marks
+            self.log.append(LoggedChange(message.batch, message.marks, message.parts, frames))
+            while self.log and self.log[0].batch <= message.stable:
+                gone = self.log.popleft()
+                self.before = gone.batch, gone.marks
+
+    def undo(self, cut: int) -> list[LoggedChange]:
+        """Go back to a batch; what has to be undone, the newest first."""
+        undone = []
+        while self.log and self.log[-1].batch > cut:
+            undone.append(self.log.pop())
+        if undone:
+            last = self.log[-1] if self.log else None
+            self.batch, self.marks = (last.batch, last.marks) if last else self.before
+        return undone

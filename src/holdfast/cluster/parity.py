@@ -1,0 +1,111 @@
+"""The parity records of one group that one server keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.coding.codes import code_for
+from holdfast.coding.placement import Placement
+from holdfast.tables.first_values import first_records
+from holdfast.tables.plan import GroupPlan
+
+Records = NDArray[np.uint32]
+Blocks = NDArray[np.uint32] | NDArray[np.int64]
+
+_FIRST_BLOCKS = 1 << 14
+
+
+class ParityShard:
+    """Parities, and which members each of them contains.
+
+    A parity is whole once it contains all members of its stripe. While it is rebuilt, a member is in it from
+    the moment its value was added; changes of members that are not in it yet are left out, for the value that
+    will be added contains them.
+
+    Args:
+        plan: the group.
+        placement: where its rows lie.
+        server: the one that this is at.
+        seed: of the rows' first values, if all rows have those; None if they come from elsewhere.
+    """
+
+    def __init__(self, plan: GroupPlan, placement: Placement, server: int, seed: int | None) -> None:
+        self.plan = plan
+        self.placement = placement
+        self.server = server
+        self.code = code_for(placement.k, placement.r)
+        self.blocks = placement.blocks(plan.rows)
+        self.records: Records = np.zeros((self.blocks * placement.r, plan.words), np.uint32)
+        self._lacks: NDArray[np.bool_] | None = None
+        if seed is None:
+            self._lacks = np.ones((placement.k, len(self.records)), np.bool_)
+        elif plan.initial == "uniform":
+            self._encode_first(seed)
+
+    def _encode_first(self, seed: int) -> None:
+        k, r = self.placement.k, self.placement.r
+        for first in range(0, self.blocks, _FIRST_BLOCKS):
+            blocks = np.arange(first, min(first + _FIRST_BLOCKS, self.blocks))
+            for t in range(r):
+                for m in range(k):
+                    rows = self.placement.stripe_rows(self.server, t, m, blocks)
+                    self.code.update(self.records, blocks * r + t, t, m, first_records(self.plan, seed, rows))
+
+    @property
+    def lacking(self) -> int:
+        """How many parities are not whole."""
+        return 0 if self._lacks is None else int(self._lacks.any(0).sum())
+
+    def whole(self, parity: int, blocks: Blocks) -> NDArray[np.bool_]:
+        """Which of these are whole."""
+        if self._lacks is None:
+            return np.ones(len(blocks), np.bool_)
+        whole: NDArray[np.bool_] = ~self._lacks[:, self._places(parity, blocks)].any(0)
+        return whole
+
+    def incomplete(self, parity: int, first: int, count: int) -> NDArray[np.int64]:
+        """Blocks from ``first`` on, within the next ``count``, whose parity is not whole."""
+        blocks = np.arange(first, min(first + count, self.blocks))
+        return blocks[~self.whole(parity, blocks)]
+
+    def get(self, parity: int, blocks: Blocks) -> Records:
+        """These parities."""
+        found: Records = self.records[self._places(parity, blocks)]
+        return found
+
+    def put(self, parity: int, blocks: Blocks, records: Records) -> None:
+        """Overwrite these parities."""
+        self.records[self._places(parity, blocks)] = records
+
+    def contains(self, parity: int, member: int, blocks: Blocks) -> NDArray[np.bool_]:
+        """Which of these parities contain the member."""
+        if self._lacks is None:
+            return np.ones(len(blocks), np.bool_)
+        contains: NDArray[np.bool_] = ~self._lacks[member, self._places(parity, blocks)]
+        return contains
+
+    def change(self, parity: int, member: int, blocks: Blocks, differences: Records) -> None:
+        """A member's records changed, or what changed is undone: both are the same."""
+        places = self._places(parity, blocks)
+        if self._lacks is not None:
+            inside = ~self._lacks[member, places]
+            places, differences = places[inside], differences[inside]
+        self.code.update(self.records, places, parity, member, differences)
+
+    def add(self, parity: int, member: int, blocks: Blocks, values: Records) -> None:
+        """Add a member's records to the parities that lack it."""
+        if self._lacks is None:
+            return
+        places = self._places(parity, blocks)
+        outside = self._lacks[member, places]
+        self.code.update(self.records, places[outside], parity, member, values[outside])
+        self._lacks[member, places] = False
+
+    def settle(self) -> None:
+        """Forget which members are in which parity once all are in all."""
+        if self._lacks is not None and not self._lacks.any():
+            self._lacks = None
+
+    def _places(self, parity: int, blocks: Blocks) -> NDArray[np.int64]:
+        return blocks.astype(np.int64) * self.placement.r + parity

@@ -1,0 +1,305 @@
+"""A server's part in protecting rows: its own changes go to parity servers, others' changes come to its
+parities.
+
+The owner of a row is the only one that changes it, so what parities must follow is known in one place. After
+some pushes it takes what they changed together, old XOR new of each record, as one *batch*, and puts each
+parity server's share into the lane to it. A push is *kept* once all parity servers have its batch: whatever
+fails then, within what the code covers, comes back with it. A worker may go on before, and sends a push again
+that was not kept if a server is replaced.
+
+When an owner dies, its parity servers may have come to different batches. They seal their lanes and say how
+far they came; the supervisor decides for the least of them, and those ahead undo what is beyond, which is
+the same XOR again. Nothing beyond was kept, since that takes all of them. So a replacement's rows are all of
+one instant, with one number for each worker, like any server's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.cluster.lanes import InLane, OutLane
+from holdfast.cluster.messages import (
+    Change,
+    LaneState,
+    Message,
+    Peer,
+    ReadStripes,
+    ServerInView,
+    StripePart,
+    Taken,
+    Values,
+    View,
+    ViewNumber,
+    WorkerMark,
+)
+from holdfast.cluster.parity import Blocks, ParityShard, Records
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.tables.shard import GroupShard
+
+
+class Protection:
+    """The machine of it: no clock, no socket.
+
+    Args:
+        me: the server.
+        plan: the job's.
+        shards: its rows.
+        outbox: where messages go.
+        marks: says which pushes are applied.
+        fresh: whether all rows of the job have their first values; otherwise parities come from rows.
+        lacks: which of the records of a group this server lacks (see ``recovery``).
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        plan: JobPlan,
+        shards: Sequence[GroupShard],
+        outbox: list[Envelope],
+        marks: Callable[[], tuple[WorkerMark, ...]],
+        *,
+        fresh: bool,
+        lacks: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
+    ) -> None:
+        self.me = me
+        self.plan = plan
+        self.outbox = outbox
+        self.parities = {
+            g: ParityShard(group, placement, me.slot, plan.seed if fresh else None)
+            for g, (group, placement) in enumerate(zip(plan.groups, plan.placements, strict=True))
+            if placement.r
+        }
+        self.batch = 0
+        """The last batch of own changes."""
+        self.stable = 0
+        """The newest that all parity servers have."""
+        self.on_change: Callable[[StripePart, Blocks, Records], None] = lambda part, blocks, records: None
+        """Called after a part of a batch was applied to parities, or undone."""
+        self.on_values: Callable[[Peer, Values, Sequence[Frame]], None] = lambda source, values, frames: None
+        self._shards = shards
+        self._marks = marks
+        self._lacks = lacks
+        self._out: dict[int, OutLane] = {}
+        self._in: dict[int, InLane] = {}
+        self._incarnations: dict[int, int] = {}
+        self._settled: dict[int, int] = {}
+        self._started: dict[int, int] = {}
+        self._parity_servers = set(self._neighbours(parities=True))
+        self._owners = set(self._neighbours(parities=False))
+        self._batches: deque[tuple[int, tuple[WorkerMark, ...]]] = deque()
+        self._kept: tuple[WorkerMark, ...] = ()
+        self._flushed: tuple[WorkerMark, ...] = ()
+        self._pending_since: float | None = None
+        self._hurry = False
+
+    def _neighbours(self, *, parities: bool) -> Iterator[int]:
+        """The servers of this one's parities, or those whose parities it keeps."""
+        for g in self.parities:
+            placement = self.plan.placements[g]
+            find = placement.parity_server if parities else placement.member_server
+            for t in range(placement.r):
+                for m in range(placement.k):
+                    yield find(self.me.slot, m, t) if parities else find(self.me.slot, t, m)
+
+    # What is applied here and must get to parity servers
+
+    def start(self, marks: tuple[WorkerMark, ...]) -> None:
+        """This server takes its slot over, with these pushes applied."""
+        self._kept = self._flushed = marks
+
+    def kept(self, worker: int) -> int:
+        """The newest push of a worker that no failure which the code covers can undo."""
+        return self._kept[worker].sequence if worker < len(self._kept) else 0
+
+    def changed(self, now: float, worker: int | None = None) -> None:
+        """Rows have changed, by a push of a worker or otherwise."""
+        if self._pending_since is None:
+            self._pending_since = now
+        if worker is not None:
+            before = self._flushed[worker].sequence if worker < len(self._flushed) else 0
+            if self._marks()[worker].sequence - before >= self.plan.lanes.pushes:
+                self.flush(now)
+
+    def flush(self, now: float) -> None:
+        """Make a batch of what has changed, and send it on its way."""
+        if self._pending_since is None:
+            return
+        self._pending_since = None
+        self.batch += 1
+        marks = self._flushed = self._marks()
+        self._batches.append((self.batch, marks))
+        shares: dict[int, tuple[list[StripePart], list[Frame]]] = {slot: ([], []) for slot in self._out}
+        for g in self.parities:
+            placement = self.plan.placements[g]
+            for member, blocks, differences in self._shards[g].changes.take():
+                for t in range(placement.r):
+                    share = shares.get(placement.parity_server(self.me.slot, member, t))
+                    if share is not None:
+                        share[0].append(StripePart(g, t, member, len(blocks)))
+                        share[1].extend((blocks, differences))
+        for slot, (parts, frames) in shares.items():
+            lane = self._out[slot]
+            message = Change(lane.next_number, self.batch, self.stable, marks, tuple(parts))
+            self._send(lane, message, frames, now)
+        self._advance()
+
+    def tick(self, now: float) -> None:
+        """Send what has waited long enough, and send again what was not acknowledged."""
+        since = self._pending_since
+        if since is not None and (self._hurry or now - since >= self.plan.lanes.seconds):
+            self.flush(now)
+        for lane in self._out.values():
+            self.outbox.extend(lane.overdue(now))
+
+    def stuck_on(self, now: float) -> tuple[int, ...]:
+        """Parity servers that have not acknowledged anything for long."""
+        limit = self.plan.timing.stuck_seconds
+        return tuple(s for s, lane in self._out.items() if lane.waiting and now - lane.since > limit)
+
+    def read(self, source: Peer, message: ReadStripes, frames: Sequence[Frame], now: float) -> None:
+        """A parity server wants records: they go into its lane as they were after the last batch."""
+        lane = self._out.get(source.slot)
+        if lane is None or lane.target != source or self.stable < lane.began or message.group not in self.parities:
+            # Not before all others have what was before the lane: of that it could undo nothing.
+            return
+        placement, shard = self.plan.placements[message.group], self._shards[message.group]
+        blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
+        if not 0 <= message.member < placement.k or len(frames) != 1:
+            raise ValueError(f"a read of member {message.member}, of {placement.k}")
+        places = blocks * placement.k + message.member
+        if len(places) and not (0 <= places[0] and places[-1] < len(shard.records) and (np.diff(places) > 0).all()):
+            raise ValueError("a read of blocks that do not ascend, or are not there")
+        absent = self._lacks(message.group, places)
+        here = shard.changes.told(places[~absent])
+        values = Values(
+            lane.next_number, self.batch, message.job, message.member, len(here), int(absent.sum())
+        )
+        self._send(lane, values, (here, np.flatnonzero(absent).astype(np.uint32)), now)
+
+    def taken(self, source: Peer, number: int, now: float) -> None:
+        """A parity server has everything up to this number."""
+        lane = self._out.get(source.slot)
+        if lane is not None and lane.target == source:
+            lane.acknowledge(number, now, self.plan.timing.retry_seconds)
+            self._advance()
+
+    def _send(self, lane: OutLane, message: Change | Values, frames: Sequence[Frame], now: float) -> None:
+        self.outbox.append(lane.send(message, frames, now, self.plan.timing.retry_seconds))
+
+    def _advance(self) -> None:
+        self.stable = min((lane.batch for lane in self._out.values()), default=self.batch)
+        while self._batches and self._batches[0][0] <= self.stable:
+            self._kept = self._batches.popleft()[1]
+
+    # What others have changed
+
+    def take(self, source: Peer, message: Change | Values, frames: Sequence[Frame]) -> None:
+        """The next message of a lane, or one that does not count."""
+        lane = self._in.get(source.slot)
+        if lane is None or lane.source != source or self._incarnations.get(source.slot) != source.incarnation:
+            return
+        if message.number == lane.number + 1:
+            if isinstance(message, Change):
+                parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
+                for part, blocks, records in parts:
+                    self._apply(part, blocks, records)
+            else:
+                self.on_values(source, message, frames)
+            lane.take(message, frames)
+        if message.number <= lane.number:
+            self._post(source, Taken(lane.number))
+
+    def progress(self, slot: int) -> LaneState:
+        """How far a lane has come."""
+        lane = self._in.get(slot)
+        if lane is None:
+            return LaneState(slot, 0, 0)
+        return LaneState(slot, lane.source.incarnation, lane.batch)
+
+    def sealed(self) -> tuple[LaneState, ...]:
+        """How far the lanes came whose owners are gone and have no successor yet."""
+        return tuple(
+            LaneState(slot, lane.source.incarnation, lane.batch, lane.marks, *lane.before)
+            for slot, lane in self._in.items()
+            if lane.known and self._incarnations.get(slot, 0) > lane.source.incarnation
+        )
+
+    def peer(self, slot: int) -> Peer | None:
+        """The server that has started in a slot."""
+        incarnation = self._started.get(slot)
+        if incarnation is None or incarnation != self._incarnations.get(slot):
+            return None
+        return Peer("server", slot, incarnation)
+
+    def _parts(
+        self, owner: int, parts: Sequence[StripePart], frames: Sequence[Frame]
+    ) -> Iterator[tuple[StripePart, Blocks, Records]]:
+        if len(frames) != 2 * len(parts):
+            raise ValueError("changes whose frames do not fit their parts")
+        for number, part in enumerate(parts):
+            parity = self.parities.get(part.group)
+            placement = self.plan.placements[part.group] if parity is not None else None
+            if (
+                parity is None
+                or placement is None
+                or not (0 <= part.parity < placement.r and 0 <= part.member < placement.k)
+                or placement.parity_server(owner, part.member, part.parity) != self.me.slot
+            ):
+                raise ValueError(f"changes of server {owner} that have no parity here")
+            blocks = as_array(frames[2 * number], np.uint32, (part.rows,))
+            if part.rows and int(blocks.max()) >= parity.blocks:
+                raise ValueError(f"changes of block {blocks.max()}, of {parity.blocks}")
+            yield part, blocks, as_array(frames[2 * number + 1], np.uint32, (part.rows, parity.plan.words))
+
+    def _apply(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
+        self.parities[part.group].change(part.parity, part.member, blocks, differences)
+        self.on_change(part, blocks, differences)
+
+    # Who the others are
+
+    def adopt(self, view: View, mine: ServerInView, now: float) -> None:
+        """Follow a view: seal lanes of those who are gone, undo what does not count, begin new lanes.
+
+        ``mine`` is this server's own entry, and it has started.
+        """
+        self._hurry = view.phase != "running"
+        for entry in view.servers:
+            if entry.slot == self.me.slot:
+                continue
+            if entry.incarnation > self._incarnations.get(entry.slot, 0):
+                self._incarnations[entry.slot] = entry.incarnation
+                self._out.pop(entry.slot, None)
+            if entry.cut >= 0 and self._settled.get(entry.slot, 0) < entry.incarnation:
+                self._settled[entry.slot] = entry.incarnation
+                self._undo(entry.slot, entry.cut)
+            if entry.starts and self._started.get(entry.slot, 0) < entry.incarnation:
+                self._started[entry.slot] = entry.incarnation
+                self._begin(entry, mine.since, now)
+        self._advance()
+
+    def _undo(self, slot: int, cut: int) -> None:
+        lane = self._in.get(slot)
+        if lane is None or self._incarnations[slot] <= lane.source.incarnation:
+            return
+        for logged in lane.undo(cut):
+            for part, blocks, differences in self._parts(slot, logged.parts, logged.frames):
+                self._apply(part, blocks, differences)
+        lane.log.clear()  # what a later incarnation's cut says is not about this lane
+
+    def _begin(self, entry: ServerInView, since: ViewNumber, now: float) -> None:
+        peer = Peer("server", entry.slot, entry.incarnation)
+        if entry.slot in self._parity_servers:
+            self._out[entry.slot] = OutLane(self.me, peer, self.batch, self.batch, now)
+        if entry.slot in self._owners:
+            # A server that started no later than its owner has all that the owner did.
+            known = entry.since >= since
+            marks = entry.marks if known else ()
+            self._in[entry.slot] = InLane(peer, known, marks=marks, before=(0, marks))
+
+    def _post(self, target: Peer, message: Message) -> None:
+        self.outbox.append(Envelope(self.me, target, message))

@@ -1,0 +1,265 @@
+"""A server that takes over from one that died: it begins without rows, and brings them back one by one.
+
+A row that somebody pulls or pushes is brought back at once; behind that a scan brings back all others, in
+chunks, at a share of the time. For each row it asks the stripe's first parity server what is left of the
+parity without this member (``rebuilding``), which is the row. If another member turns out to be lacking too,
+it asks as many parity servers as members are lacking, and solves for them. A stripe with fewer than k records
+left is lost, and said to be: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.cluster.messages import Peer, Recover, Syndromes
+from holdfast.cluster.parity import Records
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.protection import Protection
+from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.tables.shard import GroupShard
+
+_AGAIN_SECONDS = 0.5
+_HOPELESS_SECONDS = 0.5
+_MOST_ROUNDS = 3
+_MOST_SCANS = 2
+
+
+@dataclass
+class _Ask:
+    """Rows on their way: what their parity servers were asked."""
+
+    group: int
+    member: int
+    blocks: NDArray[np.int64]
+    without: tuple[int, ...]
+    """Members that are lacking, the own among them."""
+    unusable: frozenset[int]
+    """Parities that are not there."""
+    scan: bool
+    began: float
+    again: float = 0.0
+    request: int = 0
+    parities: tuple[int, ...] = ()
+    answers: dict[int, tuple[Syndromes, NDArray[np.int64], Records, dict[int, NDArray[np.int64]]]] = field(
+        default_factory=dict
+    )
+    rounds: int = 0
+    """How often it looked as if they were lost."""
+
+
+class Recovery:
+    """The machine of it.
+
+    Args:
+        plan: the job's.
+        shards: the server's, without rows.
+        protection: of this server.
+    """
+
+    def __init__(self, plan: JobPlan, shards: Sequence[GroupShard], protection: Protection) -> None:
+        self.recovered = 0
+        self.lost = 0
+        self.hurry = False
+        """Whether nobody trains meanwhile."""
+        self.on_rows: Callable[[], None] = lambda: None
+        """Called when rows have come back."""
+        self._plan = plan
+        self._shards = shards
+        self._protection = protection
+        self._missing: dict[int, NDArray[np.bool_]] = {}
+        self._asked: dict[int, NDArray[np.bool_]] = {}
+        for g in protection.parities:
+            shard = shards[g]
+            real = shard.rows_of(np.arange(len(shard.records))) < shard.plan.rows
+            self._missing[g] = real
+            self._asked[g] = np.zeros_like(real)
+        self._left = {g: int(missing.sum()) for g, missing in self._missing.items()}
+        self._asks: dict[int, _Ask] = {}
+        self._later: list[_Ask] = []
+        self._requests = 0
+        self._scan_at = 0.0
+        self._cursor: dict[tuple[int, int], int] = defaultdict(int)
+
+    @property
+    def left(self) -> int:
+        """How many rows are lacking."""
+        return sum(self._left.values())
+
+    def lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these records are lacking."""
+        missing = self._missing.get(group)
+        return np.zeros(len(places), np.bool_) if missing is None or not self._left[group] else missing[places]
+
+    def want(self, group: int, places: NDArray[np.int64], now: float) -> None:
+        """Somebody waits for these records."""
+        k = self._plan.placements[group].k
+        wanted = np.unique(places[self.lacks(group, places)])
+        wanted = wanted[~self._asked[group][wanted]] if len(wanted) else wanted
+        for member in range(k) if len(wanted) else ():
+            mine = wanted[wanted % k == member]
+            if len(mine):
+                self._ask(self._new(group, member, mine // k, scan=False, now=now), now)
+
+    def receive(self, source: Peer, message: Syndromes, frames: Sequence[Frame], now: float) -> None:
+        """What a parity server has summed up."""
+        ask = self._asks.get(message.request)
+        if ask is None or message.parity not in ask.parities or message.parity in ask.answers:
+            return
+        placement = self._plan.placements[ask.group]
+        if source.slot != placement.parity_server(self._protection.me.slot, ask.member, message.parity):
+            raise ValueError(f"syndromes of parity {message.parity} from server {source.slot}")
+        if len(frames) != 2 + len(message.lacking):
+            raise ValueError("syndromes whose frames do not fit")
+        good = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
+        words = self._plan.groups[ask.group].words
+        records = as_array(frames[1], np.uint32, (message.rows, words))
+        lacking = {
+            part.member: as_array(frame, np.uint32, (part.rows,)).astype(np.int64)
+            for part, frame in zip(message.lacking, frames[2:], strict=True)
+        }
+        if any(len(at) and at.max() >= len(ask.blocks) for at in (good, *lacking.values())):
+            raise ValueError("syndromes of stripes that were not asked for")
+        ask.answers[message.parity] = message, good, records, lacking
+        if len(ask.answers) == len(ask.parities):
+            del self._asks[ask.request]
+            self._solve(ask, now)
+
+    def tick(self, now: float) -> None:
+        """Ask again where an answer is overdue, try again what seemed lost, and scan on."""
+        for ask in self._asks.values():
+            if now >= ask.again:
+                self._send(ask, now)
+        later, self._later = self._later, []
+        for ask in later:
+            if now >= ask.again:
+                self._ask(ask, now)
+            else:
+                self._later.append(ask)
+        self._scan(now)
+
+    def _scan(self, now: float) -> None:
+        if not self.left:
+            return
+        count = self._plan.lanes.chunk_rows
+        for group, missing in self._missing.items():
+            k = self._plan.placements[group].k
+            for member in range(k):
+                while self._cursor[group, member] < len(missing) // k:
+                    if now < self._scan_at or sum(ask.scan for ask in self._asks.values()) >= _MOST_SCANS:
+                        return
+                    first = self._cursor[group, member]
+                    self._cursor[group, member] += count
+                    blocks = np.arange(first, min(first + count, len(missing) // k))
+                    places = blocks * k + member
+                    blocks = blocks[missing[places] & ~self._asked[group][places]]
+                    if len(blocks):
+                        self._ask(self._new(group, member, blocks, scan=True, now=now), now)
+
+    def _new(
+        self, group: int, member: int, blocks: NDArray[np.int64], *, scan: bool, now: float
+    ) -> _Ask:
+        self._asked[group][blocks * self._plan.placements[group].k + member] = True
+        return _Ask(group, member, blocks, (member,), frozenset(), scan, now)
+
+    def _ask(self, ask: _Ask, now: float) -> None:
+        """Ask as many parity servers as members are lacking."""
+        r = self._plan.placements[ask.group].r
+        usable = [t for t in range(r) if t not in ask.unusable]
+        if len(usable) < len(ask.without):
+            self._despair(ask, now)
+            return
+        self._requests += 1
+        ask.request, ask.parities, ask.answers = self._requests, tuple(usable[: len(ask.without)]), {}
+        self._asks[ask.request] = ask
+        self._send(ask, now)
+
+    def _send(self, ask: _Ask, now: float) -> None:
+        ask.again = now + _AGAIN_SECONDS
+        placement = self._plan.placements[ask.group]
+        me = self._protection.me
+        for t in ask.parities:
+            target = self._protection.peer(placement.parity_server(me.slot, ask.member, t))
+            if t not in ask.answers and target is not None:
+                message = Recover(ask.request, ask.group, t, ask.without, len(ask.blocks))
+                frames = [ask.blocks.astype(np.uint32)]
+                self._protection.outbox.append(Envelope(me, target, message, frames))
+
+    def _despair(self, ask: _Ask, now: float) -> None:
+        """What was said of one record may be older than what was said of another: try anew before it is lost."""
+        ask.rounds += 1
+        if ask.rounds < _MOST_ROUNDS:
+            ask.without, ask.unusable, ask.again = (ask.member,), frozenset(), now + _HOPELESS_SECONDS
+            self._later.append(ask)
+        else:
+            self.lost += len(ask.blocks)
+
+    def _solve(self, ask: _Ask, now: float) -> None:
+        """All parity servers have answered."""
+        count = len(ask.blocks)
+        unusable = {t: answer[3].get(-1, np.empty(0, np.int64)) for t, answer in ask.answers.items()}
+        lacking = [(m, at) for *_, found in ask.answers.values() for m, at in found.items() if m >= 0]
+        solvable = np.ones(count, np.bool_)
+        for at in [*unusable.values(), *(at for _, at in lacking)]:
+            solvable[at] = False
+        if self._agree(ask):
+            self._put(ask, np.flatnonzero(solvable))
+        else:
+            self._again(ask, np.flatnonzero(solvable), ask.without, ask.unusable, now)
+        # The others, by what turned out to be lacking.
+        found = [*lacking, *((-1 - t, at) for t, at in unusable.items())]
+        kinds = np.zeros(count, np.int64)
+        for bit, (_, at) in enumerate(found):
+            kinds[at] |= 1 << bit
+        for kind in np.unique(kinds[~solvable]):
+            what = {found[bit][0] for bit in range(len(found)) if kind >> bit & 1}
+            members = sorted(m for m in what if m >= 0 and m not in ask.without)
+            parities = {-1 - m for m in what if m < 0}
+            without = (*ask.without, *members)
+            self._again(ask, np.flatnonzero(kinds == kind), without, ask.unusable | parities, now)
+        if ask.scan:
+            share = 1.0 if self.hurry else self._plan.lanes.share
+            self._scan_at = now + (now - ask.began) * (1 / share - 1)
+        self.on_rows()
+        self._scan(now)
+
+    def _again(
+        self,
+        ask: _Ask,
+        at: NDArray[np.int64],
+        without: tuple[int, ...],
+        unusable: frozenset[int],
+        now: float,
+    ) -> None:
+        if len(at):
+            blocks = ask.blocks[at]
+            self._ask(_Ask(ask.group, ask.member, blocks, without, unusable, False, now, rounds=ask.rounds), now)
+
+    @staticmethod
+    def _agree(ask: _Ask) -> bool:
+        """Whether all syndromes are of one instant: another's row may have been recovered and changed since."""
+        states = [
+            [state for m, state in zip(ask.without, answer[0].without, strict=True) if m != ask.member]
+            for answer in ask.answers.values()
+        ]
+        return all(state == states[0] for state in states)
+
+    def _put(self, ask: _Ask, at: NDArray[np.int64]) -> None:
+        if not len(at):
+            return
+        group, shard = ask.group, self._shards[ask.group]
+        code = self._protection.parities[group].code
+        syndromes: dict[int, Records] = {}
+        for t, (_, good, records, _) in ask.answers.items():
+            syndromes[t] = np.ascontiguousarray(records[np.searchsorted(good, at)])
+        found = code.solve(ask.without, syndromes)[ask.without.index(ask.member)]
+        places = ask.blocks[at] * self._plan.placements[group].k + ask.member
+        new = self._missing[group][places]  # one that was here already may have changed since
+        shard.write(places[new], np.ascontiguousarray(found[new]))
+        self._missing[group][places] = False
+        self._left[group] -= int(new.sum())
+        self.recovered += int(new.sum())
