@@ -12,8 +12,8 @@ class Ledger(PushLedger[str]):
     """A ledger of strings, with what was applied in order."""
 
     def __init__(self, workers: int = 2) -> None:
-        self.applied: list[str] = []
-        super().__init__(workers, self.applied.append)
+        self.counted: list[str] = []
+        super().__init__(workers, self.counted.append)
         self.adopt([WorkerInView(slot, 1) for slot in range(workers)])
 
 
@@ -32,7 +32,7 @@ def test_a_push_is_applied_once() -> None:
     assert push(ledger, 1) == push(ledger, 1) == Pushed(1, applied=True)
     assert push(ledger, 2) == Pushed(2, applied=True)
     assert push(ledger, 1) == Pushed(1, applied=True)
-    assert ledger.applied == ["0.1", "0.2"]
+    assert ledger.counted == ["0.1", "0.2"]
     mark = ledger.marks()[0]
     assert (mark.sequence, mark.batch, mark.samples) == (2, Position(0, 2), 6)
 
@@ -40,18 +40,18 @@ def test_a_push_is_applied_once() -> None:
 def test_a_push_behind_one_that_is_missing_is_refused() -> None:
     ledger = Ledger()
     assert push(ledger, 2) == Refused("gap", 2)
-    assert ledger.applied == []
+    assert ledger.counted == []
 
 
 def test_two_phases() -> None:
     ledger = Ledger()
     assert push(ledger, 1, stage=True) == Pushed(1, applied=False)
     assert push(ledger, 1, stage=True) == Pushed(1, applied=False)
-    assert ledger.applied == []
+    assert ledger.counted == []
     assert ledger.marks()[0].staged == 1
     assert ledger.commit(worker(), 1) == ledger.commit(worker(), 1) == Pushed(1, applied=True)
     assert push(ledger, 1, stage=True) == Pushed(1, applied=True)  # late, and known
-    assert ledger.applied == ["0.1"]
+    assert ledger.counted == ["0.1"]
     assert ledger.marks()[0].staged == 0
 
 
@@ -60,7 +60,7 @@ def test_a_commit_of_what_is_not_here_is_refused() -> None:
     assert ledger.commit(worker(), 1) == Refused("not staged", 1)
     push(ledger, 1, stage=True)
     assert ledger.commit(worker(), 2) == Refused("not staged", 2)
-    assert ledger.applied == []
+    assert ledger.counted == []
 
 
 def test_two_workers_that_stage_the_same_rows_both_count() -> None:
@@ -70,7 +70,7 @@ def test_two_workers_that_stage_the_same_rows_both_count() -> None:
         push(ledger, 1, stage=True, source=worker(slot))
     for slot in (1, 0):
         ledger.commit(worker(slot), 1)
-    assert ledger.applied == ["1.1", "0.1"]
+    assert ledger.counted == ["1.1", "0.1"]
 
 
 def test_a_replaced_worker_is_refused() -> None:
@@ -89,7 +89,7 @@ def test_a_worker_that_no_view_has_named_waits() -> None:
     assert push(ledger, 1, source=Peer("server", 0, 1)) is None
     ledger.adopt([WorkerInView(0, 2)])
     assert push(ledger, 1, source=worker(0, 2)) is None, "what the old one left is not settled yet"
-    assert ledger.applied == []
+    assert ledger.counted == []
 
 
 @pytest.mark.parametrize(("settle", "applied"), [(0, []), (1, ["0.1"]), (5, ["0.1"])])
@@ -99,7 +99,7 @@ def test_what_a_dead_worker_staged_is_settled_once(settle: int, applied: list[st
     ledger.adopt([WorkerInView(0, 2)])
     assert ledger.marks()[0].staged == 1
     ledger.adopt([WorkerInView(0, 2, settle=settle)])
-    assert ledger.applied == applied
+    assert ledger.counted == applied
     successor = worker(0, 2)
     push(ledger, len(applied) + 1, stage=True, source=successor)
     ledger.adopt([WorkerInView(0, 2, settle=settle)])  # the same view again

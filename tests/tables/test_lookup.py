@@ -39,6 +39,10 @@ def check(placed: Placed, plan: GroupPlan, placement: Placement, ids: Sequence[I
     assert placed.starts[-1] == placed.unique == len(rows)
     assert len(set(rows)) == len(rows)
     assert set(rows) == set(looked_up)
+    np.testing.assert_array_equal(
+        np.repeat(np.arange(placement.servers), np.diff(placed.starts)), placement.owner(rows)
+    )
+    np.testing.assert_array_equal(placed.places, placement.place(rows))
     np.testing.assert_array_equal(rows[placed.inverse], looked_up)
 
 
@@ -47,7 +51,8 @@ def check(placed: Placed, plan: GroupPlan, placement: Placement, ids: Sequence[I
 def test_rows_are_found_once_each_and_placed(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))
     k, r = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
-    placement = Placement(k + r + data.draw(st.integers(0, 3)), k, r)
+    groups = data.draw(st.integers(1, 3))
+    placement = Placement(groups * (k + r) + data.draw(st.integers(0, 3)), k, r, groups)
     plan = plan_of(*rows)
     placer = Placer(plan, placement)
     for _ in range(3):  # the hash table is kept
@@ -57,13 +62,32 @@ def test_rows_are_found_once_each_and_placed(data: st.DataObject) -> None:
         check(placer.place(ids), plan, placement, ids)
 
 
-def test_large_batches_and_many_of_them() -> None:
-    plan, placement = plan_of(10, 3_000_000, 500), Placement(5, 3, 2)
+@pytest.mark.parametrize("placement", [Placement(5, 3, 2), Placement(17, 3, 2, groups=3)])
+def test_large_batches_and_many_of_them(placement: Placement) -> None:
+    plan = plan_of(10, 3_000_000, 500)
     placer = Placer(plan, placement)
     random = np.random.default_rng(0)
     for count in (1, 100, 20_000, 3, 5_000):
         ids = [(random.random(count) ** 8 * table.rows).astype(np.int64) for table in plan.tables]
         check(placer.place(ids), plan, placement, ids)
+
+
+def test_servers_with_as_many_records_as_places_can_name() -> None:
+    for placement in (Placement(6, 2, 1), Placement(6, 2, 1, groups=2)):
+        plan = plan_of(6 * 2**32)
+        ids = [np.concatenate([np.arange(40), plan.rows - 1 - np.arange(40)])]
+        placed = Placer(plan, placement).place(ids)
+        check(placed, plan, placement, ids)
+        assert placed.places.max() == 2**32 - 1
+        with pytest.raises(ValueError, match="use more servers"):
+            Placer(plan_of(plan.rows + 1), placement)
+
+
+def test_fewer_servers_than_members_of_a_stripe() -> None:
+    """Without parities, nothing forbids it."""
+    plan, placement = plan_of(50), Placement(2, 5, 0)
+    ids = [np.arange(50)]
+    check(Placer(plan, placement).place(ids), plan, placement, ids)
 
 
 def test_stamps_of_the_hash_table_start_over() -> None:

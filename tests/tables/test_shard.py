@@ -49,6 +49,25 @@ def test_first_values_do_not_depend_on_the_servers(rows: list[int], dim: int, se
     assert not np.isnan(expected).any()
     np.testing.assert_array_equal(weights(plan, Placement(servers)), expected)
     np.testing.assert_array_equal(weights(plan, Placement(servers + 3, k=2, r=2)), expected)
+    np.testing.assert_array_equal(weights(plan, Placement(servers + 5, k=2, r=1, groups=2)), expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_records_that_stand_for_no_row_are_refused_in_groups_of_servers(data: st.DataObject) -> None:
+    k, r, groups = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2)), data.draw(st.integers(1, 3))
+    placement = Placement(groups * (k + r) + data.draw(st.integers(0, 3)), k, r, groups)
+    plan = plan_of(data.draw(st.integers(0, 60)), dim=1)
+    for server in range(placement.servers):
+        shard = GroupShard(plan, placement, server, 0)
+        for place in range(len(shard.records)):
+            if placement.row(server, np.array([place]))[0] < plan.rows:
+                shard.check(np.array([place]))
+            else:
+                with pytest.raises(ValueError, match="stands for no row"):
+                    shard.check(np.array([place]))
+        with pytest.raises(ValueError, match="beyond"):
+            shard.check(np.array([len(shard.records)]))
 
 
 def test_first_values_are_uniform_and_all_different() -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.cluster.messages import Change, Peer, StripePart, Values, WorkerMark
+from holdfast.cluster.messages import Change, Instant, Peer, StripePart, Values
 from holdfast.cluster.transport.base import Envelope, Frame
 
 
@@ -60,7 +60,7 @@ class OutLane:
             message = self._waiting.popleft().message
             taken = True
             if isinstance(message, Change):
-                self.batch = message.batch
+                self.batch = message.instant.batch
         if taken:
             self.since, self._patience, self._again = now, patience, now + patience
 
@@ -82,8 +82,7 @@ def _number_of(envelope: Envelope) -> int:
 class LoggedChange:
     """A batch that may have to be undone."""
 
-    batch: int
-    marks: tuple[WorkerMark, ...]
+    instant: Instant
     parts: tuple[StripePart, ...]
     frames: Sequence[Frame]
 
@@ -96,35 +95,31 @@ class InLane:
     known: bool
     """Whether it is known how far the owner has come: from the lane's first message on, or since the owner
     began."""
-    batch: int = 0
-    marks: tuple[WorkerMark, ...] = ()
+    now: Instant
+    first: Instant
+    """What ``now`` is without the log."""
     number: int = 0
     """Of the newest message that was taken."""
     log: deque[LoggedChange] = field(default_factory=deque)
     """Batches that other parity servers may lack."""
-    before: tuple[int, tuple[WorkerMark, ...]] = (0, ())
-    """What ``batch`` and ``marks`` are without the log."""
 
     def take(self, message: Change | Values, frames: Sequence[Frame]) -> None:
         """The next message counts."""
         self.number = message.number
         if not self.known:
             self.known = True
-            self.batch = message.batch - 1 if isinstance(message, Change) else message.batch
-            self.before = self.batch, ()
+            batch = message.instant.batch - 1 if isinstance(message, Change) else message.batch
+            self.now = self.first = Instant(batch)
         if isinstance(message, Change):
-            self.batch, self.marks = message.batch, message.marks
-            self.log.append(LoggedChange(message.batch, message.marks, message.parts, frames))
-            while self.log and self.log[0].batch <= message.stable:
-                gone = self.log.popleft()
-                self.before = gone.batch, gone.marks
+            self.now = message.instant
+            self.log.append(LoggedChange(message.instant, message.parts, frames))
+            while self.log and self.log[0].instant.batch <= message.stable:
+                self.first = self.log.popleft().instant
 
-    def undo(self, cut: int) -> list[LoggedChange]:
+    def undo(self, batch: int) -> list[LoggedChange]:
         """Go back to a batch; what has to be undone, the newest first."""
         undone = []
-        while self.log and self.log[-1].batch > cut:
+        while self.log and self.log[-1].instant.batch > batch:
             undone.append(self.log.pop())
-        if undone:
-            last = self.log[-1] if self.log else None
-            self.batch, self.marks = (last.batch, last.marks) if last else self.before
+        self.now = self.log[-1].instant if self.log else self.first
         return undone

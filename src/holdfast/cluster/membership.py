@@ -191,8 +191,10 @@ class Supervisor:
             tuple(ServerInView(m.slot, m.incarnation) for m in self.servers),
             tuple(WorkerInView(m.slot, m.incarnation) for m in self.workers),
         )
-        for member in [*self.servers, *self.workers]:
-            member.since_view = self.view.number
+        for server in self.servers:
+            server.since_view = self.view.number
+        for worker in self.workers:
+            worker.since_view = self.view.number
         self._first = self.view.number
         self._steps = [0] * plan.workers
 
@@ -234,7 +236,8 @@ class Supervisor:
             for member in [*self.servers, *self.workers]:
                 member.since += stood_still
                 member.heard = None if member.heard is None else member.heard + stood_still
-        for member in [*self.servers, *self.workers]:
+        members: list[_ServerMember | _WorkerMember] = [*self.servers, *self.workers]
+        for member in members:
             silence = now - (member.since if member.heard is None else member.heard)
             if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
                 self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
@@ -332,7 +335,7 @@ class Supervisor:
     def _begin(self) -> None:
         """All servers have their rows: the first ones of all slots begin in one view."""
         if not self._durable.began:
-            self._durable = replace(self._durable, began=True)
+            self._durable = replace(self._durable, epoch=self._durable.epoch + 1, began=True)
             self._storage.save(self._durable)
         since = self._next_number()
         for server in self.servers:
@@ -369,16 +372,11 @@ class Supervisor:
             return
         newest = max(state.incarnation for state in states)
         mine = [state for state in states if state.incarnation == newest]
-        least = min(mine, key=lambda state: state.batch)
-        cut, marks = least.batch, least.marks
+        cut = min((state.now for state in mine), key=lambda instant: instant.batch)
         if len(mine) < len(states):
             # Some have not even heard that the last one began: nothing of it can have been kept.
-            first = next((s for s in mine if s.first_batch == 0), None)
-            if first is None:
-                self._fail(Failure("lost", server.peer, "and with it what its parities belong to"))
-                return
-            cut, marks = 0, first.first_marks
-        self._change_server(server, cut=cut, marks=marks)
+            cut = next(state.first for state in mine if state.first.batch == 0)
+        self._change_server(server, cut=cut)
         server.stage = "settling"
         server.since_view = self.view.number
 
@@ -481,7 +479,7 @@ class Supervisor:
             # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
             if all(self.servers[s].stage == "started" for s in beat.stuck_on):
                 self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
-        elif beat.stuck_on and all(self._is_whole(s) for s in self.servers):
+        elif member.role == "server" and beat.stuck_on and all(self._is_whole(s) for s in self.servers):
             # Two servers cannot talk to each other: one is replaced, while all others have their rows.
             other = self.servers[beat.stuck_on[0]]
             self._lose(other, f"cannot be reached by server {member.slot}", now)

@@ -151,6 +151,16 @@ class StripePart(Struct, frozen=True, array_like=True):
     rows: int
 
 
+class Instant(Struct, frozen=True, array_like=True):
+    """How far a server had come when it made a batch of changes."""
+
+    batch: int = 0
+    marks: tuple[WorkerMark, ...] = ()
+    """The pushes that are in this batch or before it."""
+    installed: tuple[int, ...] = ()
+    """The groups that have their first values."""
+
+
 class Change(Struct, frozen=True, array_like=True, tag="change"):
     """Owner → parity server, in their lane: old XOR new of records, of one or many pushes.
 
@@ -159,11 +169,9 @@ class Change(Struct, frozen=True, array_like=True, tag="change"):
 
     number: int
     """In the lane, from 1."""
-    batch: int
+    instant: Instant
     stable: int
     """The newest batch that all parity servers have."""
-    marks: tuple[WorkerMark, ...]
-    """The pushes that are in this batch or before it."""
     parts: tuple[StripePart, ...]
 
 
@@ -215,11 +223,9 @@ class LaneState(Struct, frozen=True, array_like=True):
     slot: int
     """The owner's."""
     incarnation: int
-    batch: int
-    marks: tuple[WorkerMark, ...] = ()
-    first_batch: int = 0
-    """The oldest batch that it could go back to, and its marks."""
-    first_marks: tuple[WorkerMark, ...] = ()
+    now: Instant = Instant()
+    first: Instant = Instant()
+    """The oldest that it could go back to."""
 
 
 class Lacking(Struct, frozen=True, array_like=True):
@@ -354,10 +360,8 @@ class ServerInView(Struct, frozen=True, array_like=True):
     starts: bool = False
     since: ViewNumber = ViewNumber()
     """The first view in which it was."""
-    cut: int = -1
-    """The old incarnation's batches up to this one count; -1: that is not settled yet."""
-    marks: tuple[WorkerMark, ...] = ()
-    """The pushes that are in those."""
+    cut: Instant | None = None
+    """What the last incarnation did up to then counts; None: that is not settled yet."""
 
 
 class WorkerInView(Struct, frozen=True, array_like=True):

@@ -61,8 +61,8 @@ class ParityShard:
         """Which of these are whole."""
         if self._lacks is None:
             return np.ones(len(blocks), np.bool_)
-        whole: NDArray[np.bool_] = ~self._lacks[:, self._places(parity, blocks)].any(0)
-        return whole
+        lacks: NDArray[np.bool_] = np.any(self._lacks[:, self._places(parity, blocks)], axis=0)
+        return ~lacks
 
     def incomplete(self, parity: int, first: int, count: int) -> NDArray[np.int64]:
         """Blocks from ``first`` on, within the next ``count``, whose parity is not whole."""

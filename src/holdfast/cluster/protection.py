@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.cluster.lanes import InLane, OutLane
 from holdfast.cluster.messages import (
     Change,
+    Instant,
     LaneState,
     Message,
     Peer,
@@ -91,9 +93,8 @@ class Protection:
         self._started: dict[int, int] = {}
         self._parity_servers = set(self._neighbours(parities=True))
         self._owners = set(self._neighbours(parities=False))
-        self._batches: deque[tuple[int, tuple[WorkerMark, ...]]] = deque()
-        self._kept: tuple[WorkerMark, ...] = ()
-        self._flushed: tuple[WorkerMark, ...] = ()
+        self._batches: deque[Instant] = deque()
+        self._kept = self._flushed = Instant()
         self._pending_since: float | None = None
         self._hurry = False
 
@@ -108,21 +109,20 @@ class Protection:
 
     # What is applied here and must get to parity servers
 
-    def start(self, marks: tuple[WorkerMark, ...]) -> None:
-        """This server takes its slot over, with these pushes applied."""
-        self._kept = self._flushed = marks
+    def start(self) -> None:
+        """This server takes its slot over."""
+        self._kept = self._flushed = self._instant()
 
     def kept(self, worker: int) -> int:
         """The newest push of a worker that no failure which the code covers can undo."""
-        return self._kept[worker].sequence if worker < len(self._kept) else 0
+        return self._kept.marks[worker].sequence if self._kept.marks else 0
 
     def changed(self, now: float, worker: int | None = None) -> None:
         """Rows have changed, by a push of a worker or otherwise."""
         if self._pending_since is None:
             self._pending_since = now
         if worker is not None:
-            before = self._flushed[worker].sequence if worker < len(self._flushed) else 0
-            if self._marks()[worker].sequence - before >= self.plan.lanes.pushes:
+            if self._marks()[worker].sequence - self._flushed.marks[worker].sequence >= self.plan.lanes.pushes:
                 self.flush(now)
 
     def flush(self, now: float) -> None:
@@ -131,8 +131,8 @@ class Protection:
             return
         self._pending_since = None
         self.batch += 1
-        marks = self._flushed = self._marks()
-        self._batches.append((self.batch, marks))
+        self._flushed = self._instant()
+        self._batches.append(self._flushed)
         shares: dict[int, tuple[list[StripePart], list[Frame]]] = {slot: ([], []) for slot in self._out}
         for g in self.parities:
             placement = self.plan.placements[g]
@@ -144,7 +144,7 @@ class Protection:
                         share[1].extend((blocks, differences))
         for slot, (parts, frames) in shares.items():
             lane = self._out[slot]
-            message = Change(lane.next_number, self.batch, self.stable, marks, tuple(parts))
+            message = Change(lane.next_number, self._flushed, self.stable, tuple(parts))
             self._send(lane, message, frames, now)
         self._advance()
 
@@ -193,8 +193,12 @@ class Protection:
 
     def _advance(self) -> None:
         self.stable = min((lane.batch for lane in self._out.values()), default=self.batch)
-        while self._batches and self._batches[0][0] <= self.stable:
-            self._kept = self._batches.popleft()[1]
+        while self._batches and self._batches[0].batch <= self.stable:
+            self._kept = self._batches.popleft()
+
+    def _instant(self) -> Instant:
+        installed = tuple(g for g, shard in enumerate(self._shards) if shard.installed)
+        return Instant(self.batch, self._marks(), installed)
 
     # What others have changed
 
@@ -218,13 +222,13 @@ class Protection:
         """How far a lane has come."""
         lane = self._in.get(slot)
         if lane is None:
-            return LaneState(slot, 0, 0)
-        return LaneState(slot, lane.source.incarnation, lane.batch)
+            return LaneState(slot, 0)
+        return LaneState(slot, lane.source.incarnation, Instant(lane.now.batch))
 
     def sealed(self) -> tuple[LaneState, ...]:
         """How far the lanes came whose owners are gone and have no successor yet."""
         return tuple(
-            LaneState(slot, lane.source.incarnation, lane.batch, lane.marks, *lane.before)
+            LaneState(slot, lane.source.incarnation, lane.now, lane.first)
             for slot, lane in self._in.items()
             if lane.known and self._incarnations.get(slot, 0) > lane.source.incarnation
         )
@@ -274,19 +278,19 @@ class Protection:
             if entry.incarnation > self._incarnations.get(entry.slot, 0):
                 self._incarnations[entry.slot] = entry.incarnation
                 self._out.pop(entry.slot, None)
-            if entry.cut >= 0 and self._settled.get(entry.slot, 0) < entry.incarnation:
+            if entry.cut is not None and self._settled.get(entry.slot, 0) < entry.incarnation:
                 self._settled[entry.slot] = entry.incarnation
-                self._undo(entry.slot, entry.cut)
+                self._undo(entry.slot, entry.cut.batch)
             if entry.starts and self._started.get(entry.slot, 0) < entry.incarnation:
                 self._started[entry.slot] = entry.incarnation
                 self._begin(entry, mine.since, now)
         self._advance()
 
-    def _undo(self, slot: int, cut: int) -> None:
+    def _undo(self, slot: int, batch: int) -> None:
         lane = self._in.get(slot)
         if lane is None or self._incarnations[slot] <= lane.source.incarnation:
             return
-        for logged in lane.undo(cut):
+        for logged in lane.undo(batch):
             for part, blocks, differences in self._parts(slot, logged.parts, logged.frames):
                 self._apply(part, blocks, differences)
         lane.log.clear()  # what a later incarnation's cut says is not about this lane
@@ -297,9 +301,8 @@ class Protection:
             self._out[entry.slot] = OutLane(self.me, peer, self.batch, self.batch, now)
         if entry.slot in self._owners:
             # A server that started no later than its owner has all that the owner did.
-            known = entry.since >= since
-            marks = entry.marks if known else ()
-            self._in[entry.slot] = InLane(peer, known, marks=marks, before=(0, marks))
+            before = msgspec.structs.replace(entry.cut, batch=0) if entry.cut is not None else Instant()
+            self._in[entry.slot] = InLane(peer, entry.since >= since, before, before)
 
     def _post(self, target: Peer, message: Message) -> None:
         self.outbox.append(Envelope(self.me, target, message))

@@ -130,11 +130,7 @@ class Server:
         self.restoring = False
         self.error = ""
         self.saver = saver
-        # A server that takes over from another must never take first values, but for what nothing protects.
-        self._takes_first_values = [
-            (plan.dense == "workers" and g == len(self.shards) - 1) if replaces else fresh
-            for g in range(len(self.shards))
-        ]
+        self._takes_first_values = fresh or plan.dense == "workers"
         self._counters = counters or Counters()
         self._cut = 0
         self._next_beat = 0.0
@@ -146,7 +142,7 @@ class Server:
         self.recovery: Recovery | None = None
         if plan.r:
             self.protection = Protection(
-                me, plan, self.shards, self.outbox, self.marks, fresh=fresh and not replaces, lacks=self._lacks
+                me, plan, self.shards, self.outbox, self._ledger.marks, fresh=fresh and not replaces, lacks=self._lacks
             )
             self.rebuilding = Rebuilding(plan, self.protection)
             if replaces:
@@ -316,11 +312,13 @@ class Server:
     def _start(self, mine: ServerInView, view: View) -> None:
         """Take the slot over, with what its last incarnation had kept."""
         self.started = mine.since
-        if self.me.incarnation > 1:
-            self._ledger.restore(mine.marks)
+        if mine.cut is not None:
+            self._ledger.restore(mine.cut.marks)
+            for group, shard in enumerate(self.shards):
+                shard.installed = group in mine.cut.installed and shard.placement.r > 0
             self._cut = view.cut  # made without this server, and without its rows
         if self.protection is not None:
-            self.protection.start(self._ledger.marks())
+            self.protection.start()
 
     def _lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         if self.recovery is None:
@@ -400,7 +398,7 @@ class Server:
     def _install(self, message: Install, frames: Sequence[Frame]) -> None:
         for group, places, weights in self._updates(message.parts, frames):
             shard = self.shards[group]
-            if self._takes_first_values[group] and not shard.installed:
+            if self._takes_first_values and not shard.installed:
                 shard.install(places, weights)
                 if self.protection is not None:
                     self.protection.changed(self._now)

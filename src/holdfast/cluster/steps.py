@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from holdfast.cluster.calls import Calls, Floats, PullCall, PushCall, Spread, empty_spread
 from holdfast.cluster.messages import (
-    START,
     Beat,
     Evaluation,
     Figures,

@@ -12,14 +12,16 @@ import numpy as np
 from numba import njit
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
+_inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 @_compiled
-def place_ids(ids, bounds, firsts, servers, k, r, slots, base, uniques, places, starts, inverse):
+def place_ids(ids, bounds, firsts, servers, k, r, groups, slots, base, uniques, places, starts, inverse):
     """Find the different rows of a batch and where they lie: how many, or -1 - i if ids[i] is out of range.
 
+    Rows lie as in ``coding.placement``, on ``servers`` in so many ``groups``.
     ids[bounds[t]:bounds[t + 1]] are of table t, whose rows are firsts[t] to firsts[t + 1] - 1 of the group.
     Rows come server after server, and in the order of their first lookup at each: server s has
     places[starts[s]:starts[s + 1]], and ids[i] is row inverse[i] of them.
@@ -54,33 +56,52 @@ def place_ids(ids, bounds, firsts, servers, k, r, slots, base, uniques, places, 
                     inverse[i] = known
                     break
                 slot = (slot + np.uint64(1)) & mask
-    _order(uniques[:found], servers, k, r, places, starts)
+    _order(uniques[:found], servers, k, r, groups, places, starts)
     for i in range(ids.shape[0]):
         inverse[i] = uniques[inverse[i]]
     return found
 
 
 @_compiled
-def _order(rows, servers, k, r, places, starts):
+def _order(rows, servers, k, r, groups, places, starts):
     """Write the rows' places server after server; each row becomes its position there."""
+    # Divisions are most of the work: one of each kind for a row, and unsigned, which need not round down.
+    n, k, r, groups = np.uint64(servers), np.uint64(k), np.uint64(r), np.uint64(groups)
     starts[:] = 0
     for u in range(rows.shape[0]):
-        stripe = rows[u] // k
-        owner = (stripe + r + rows[u] - stripe * k) % servers
-        starts[owner + 1] += 1
+        row = np.uint64(rows[u])
+        stripe = row // k
+        member = row - stripe * k
+        block = stripe // n
+        owner = _server(stripe - block * n, r + member, n, groups)
+        starts[owner + np.uint64(1)] += 1
+        rows[u] = np.int64((block * k + member) << np.uint64(31) | owner)
     for server in range(servers):
         starts[server + 1] += starts[server]
     for u in range(rows.shape[0]):
-        stripe = rows[u] // k
-        member = rows[u] - stripe * k
-        owner = (stripe + r + member) % servers
+        owner = rows[u] & 0x7FFFFFFF
         position = starts[owner]
         starts[owner] = position + 1
-        places[position] = np.uint32(stripe // servers * k + member)
+        places[position] = np.uint32(rows[u] >> 31)
         rows[u] = position
     for server in range(servers, 0, -1):  # each has moved to where the next one begins
         starts[server] = starts[server - 1]
     starts[0] = 0
+
+
+@_inlined
+def _server(turn, record, servers, groups):
+    """The server of one of a stripe's records, parities first; ``turn`` is the stripe's number in its block.
+
+    All are uint64.
+    """
+    if groups == np.uint64(1):
+        return (turn + record) % servers
+    index = turn // groups
+    group = turn - index * groups
+    index += record
+    count = (servers - group + groups - np.uint64(1)) // groups
+    return group + (index - count if index >= count else index) * groups  # count is k + r or more
 
 
 @_compiled

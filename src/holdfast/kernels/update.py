@@ -342,7 +342,7 @@ def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, change
 
 
 @_compiled
-def check_places(places, server, servers, k, r, rows, seen):
+def check_places(places, server, servers, k, r, groups, rows, seen):
     """Whether places name different records that stand for rows: (what is wrong, where in ``places``).
 
     Rows lie as in ``coding.placement``. ``seen`` is a bitmap of the server's records, all zero, and is left
@@ -358,7 +358,7 @@ def check_places(places, server, servers, k, r, rows, seen):
         if not 0 <= place < records:
             wrong, at = BEYOND, i
             break
-        if place >= certain and _row_of(place, server, servers, k, r) >= rows:
+        if place >= certain and _row_of(place, server, servers, k, r, groups) >= rows:
             wrong, at = UNUSED, i
             break
         if once:
@@ -375,10 +375,13 @@ def check_places(places, server, servers, k, r, rows, seen):
 
 
 @_inlined
-def _row_of(place, server, servers, k, r):
+def _row_of(place, server, servers, k, r, groups):
     """``Placement.row`` of one record."""
     member = place % k
-    return (place // k * servers + (server - r - member) % servers) * k + member
+    group = server % groups
+    count = (servers - group + groups - 1) // groups
+    turn = (server // groups - r - member) % count
+    return (place // k * servers + group + turn * groups) * k + member
 
 
 @_compiled
@@ -399,24 +402,37 @@ def gather_weights(records, places, out):
 
 
 @_compiled
-def fill_uniform(records, dim, server, servers, k, r, firsts, keys, scales):
-    """Write the first weights of all rows: odd multiples of scales[table] (float32), less than 2**24 of it.
+def fill_uniform(records, dim, server, servers, k, r, groups, firsts, keys, scales):
+    """Write the first weights of all rows; records that stand for no row are left as they are."""
+    floats = records.view(np.float32)
+    for place in range(records.shape[0]):
+        _draw(floats, place, dim, _row_of(place, server, servers, k, r, groups), firsts, keys, scales)
+
+
+@_compiled
+def first_values(out, dim, rows, firsts, keys, scales):
+    """Write the first weights of rows[i] to out[i]; of those beyond the last row, it is left as it is."""
+    floats = out.view(np.float32)
+    for i in range(rows.shape[0]):
+        _draw(floats, i, dim, rows[i], firsts, keys, scales)
+
+
+@_inlined
+def _draw(floats, i, dim, row, firsts, keys, scales):
+    """The first weights of a row: odd multiples of scales[table] (float32), less than 2**24 of it.
 
     A weight follows from keys[table] (uint64), its row and its column alone, so it is the same on whichever
-    server it lies. Records that stand for no row are left as they are.
+    server it lies. Nothing for a row beyond the last.
     """
-    floats = records.view(np.float32)
+    if row >= firsts[-1]:
+        return
     golden = np.uint64(_GOLDEN)
-    for place in range(records.shape[0]):
-        row = _row_of(place, server, servers, k, r)
-        if row >= firsts[-1]:
-            continue
-        table = np.searchsorted(firsts, row, "right") - 1
-        state = _mixed(keys[table] + np.uint64(row - firsts[table]) * golden)
-        for d in range(0, dim, 2):  # 24 bits for each weight: two of a word
-            state += golden
-            word = _mixed(state)
-            floats[place, d] = scales[table] * np.float32(np.int64(word >> np.uint64(40)) * 2 - 0xFFFFFF)
-            if d + 1 < dim:
-                low = np.int64(word & np.uint64(0xFFFFFF))
-                floats[place, d + 1] = scales[table] * np.float32(low * 2 - 0xFFFFFF)
+    table = np.searchsorted(firsts, row, "right") - 1
+    state = _mixed(keys[table] + np.uint64(row - firsts[table]) * golden)
+    for d in range(0, dim, 2):  # 24 bits for each weight: two of a word
+        state += golden
+        word = _mixed(state)
+        floats[i, d] = scales[table] * np.float32(np.int64(word >> np.uint64(40)) * 2 - 0xFFFFFF)
+        if d + 1 < dim:
+            low = np.int64(word & np.uint64(0xFFFFFF))
+            floats[i, d + 1] = scales[table] * np.float32(low * 2 - 0xFFFFFF)

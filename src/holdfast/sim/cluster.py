@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from holdfast.cluster.calls import Floats, Spread, spread_by
 from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Position, View, ViewNumber
-from holdfast.cluster.plan import JobPlan, Timing
+from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
 from holdfast.cluster.server import Server
 from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.transport.base import Envelope
@@ -31,7 +31,15 @@ START_SECONDS = 0.5
 
 
 def counting_plan(
-    *, servers: int, workers: int, atomic: bool, staleness: int = 1, rows: int = ROWS
+    *,
+    servers: int,
+    workers: int,
+    atomic: bool,
+    staleness: int = 1,
+    rows: int = ROWS,
+    k: int = 1,
+    r: int = 0,
+    lanes: LaneOptions | None = None,
 ) -> JobPlan:
     """A job whose rows count the batches that touched them."""
     count = OptimizerPlan(name="sgd", lr=-1.0)
@@ -52,6 +60,10 @@ def counting_plan(
         groups=groups,
         servers=servers,
         workers=workers,
+        k=k,
+        r=r,
+        dense="replicate",
+        lanes=lanes or LaneOptions(chunk_rows=3, share=0.5, scrub_seconds=2.0),
         atomic=atomic,
         staleness=staleness,
         timing=timing,
@@ -83,11 +95,11 @@ def counts(plan: JobPlan, batches: Sequence[int]) -> list[NDArray[np.float32]]:
 
 
 class Copies:
-    """A saver that keeps a copy of each cut."""
+    """A saver that keeps a copy of each cut, beyond a server's end."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, copies: dict[int, list[NDArray[np.uint32]]]) -> None:
         self._server = server
-        self.copies: dict[int, list[NDArray[np.uint32]]] = {}
+        self.copies = copies
 
     def cut(self, version: int, *, baseline: bool) -> None:
         """Copy all records."""
@@ -206,6 +218,10 @@ class SimLauncher:
                 if worker.incarnation > self._started.get(("worker", worker.slot), 0):
                     self._started["worker", worker.slot] = worker.incarnation
                     self._cluster.start_worker(worker.slot, worker.incarnation)
+            for server in view.servers:
+                if server.incarnation > self._started.get(("server", server.slot), 1):
+                    self._started["server", server.slot] = server.incarnation
+                    self._cluster.start_server(server.slot, server.incarnation)
 
     def tick(self, now: float) -> None:
         """Say what has ended, again and again."""
@@ -235,23 +251,27 @@ class Cluster:
     def __post_init__(self) -> None:
         self.network = Network(self.seed, self.weather)
         self.random = self.network.random
-        self.servers: list[Server] = []
-        self.savers: list[Copies] = []
+        self.servers: dict[int, Server] = {}
+        self.savers: dict[int, Copies] = {}
         for slot in range(self.plan.servers):
-            fresh = self.plan.resume is None
-            server = self.server_class(Peer("server", slot, 1), self.plan, f"s{slot}", fresh=fresh)
-            self.give_saver(server)
-            self.servers.append(server)
-            self.network.add(server)
+            self._add_server(slot, 1)
         self.launcher = SimLauncher(self)
         self.network.add(self.launcher)
         self.cuts: list[tuple[int, tuple[Position, ...]]] = []
         self.start_supervisor()
 
+    def _add_server(self, slot: int, incarnation: int) -> None:
+        fresh = self.plan.resume is None
+        peer = Peer("server", slot, incarnation)
+        server = self.server_class(peer, self.plan, f"s{slot}.{incarnation}", fresh=fresh)
+        self.give_saver(server)
+        self.servers[slot] = server
+        self.network.add(server)
+
     def give_saver(self, server: Server) -> None:
         """Who saves its rows."""
-        saver = server.saver = Copies(server)
-        self.savers.append(saver)
+        before = self.savers.get(server.me.slot)
+        self.savers[server.me.slot] = server.saver = Copies(server, before.copies if before else {})
 
     def start_supervisor(self) -> None:
         """Start it, or start it again."""
@@ -264,17 +284,21 @@ class Cluster:
         worker = SimWorker(peer, self.plan, self.network, self.batches, self.compute_seconds)
         self.network.at(self.network.now + START_SECONDS, lambda: self.network.add(worker))
 
-    def kill_worker(self, slot: int, *, noticed: bool) -> None:
+    def start_server(self, slot: int, incarnation: int) -> None:
+        """Likewise."""
+        self.network.at(self.network.now + START_SECONDS, lambda: self._add_server(slot, incarnation))
+
+    def kill(self, role: str, slot: int, *, noticed: bool) -> None:
         """kill -9; without ``noticed`` only its silence tells."""
-        for peer in [p for p in self.network.nodes if p.role == "worker" and p.slot == slot]:
+        for peer in [p for p in self.network.nodes if (p.role, p.slot) == (role, slot)]:
             self.network.kill(peer)
             if noticed:
                 self.launcher.exited.append(Exit(peer, -9))
 
     def cut(self) -> None:
         """Make a consistent cut as soon as that is possible."""
-        if self.supervisor.cut is None and self.supervisor.view.phase == "running":
-            self.supervisor.request_cut(1 + max((v for s in self.savers for v in s.copies), default=0))
+        if self.supervisor.may_cut() and self.supervisor.view.phase == "running":
+            self.supervisor.request_cut(1 + max((v for s in self.savers.values() for v in s.copies), default=0))
             self.network.flush(self.supervisor)
 
     def collect_cuts(self) -> None:
@@ -287,7 +311,7 @@ class Cluster:
         """The first weight of every row of a group: now, or in copies of each server's records."""
         plan = self.plan.groups[group]
         values = np.full(plan.rows, np.nan, np.float32)
-        for server in self.servers:
+        for server in self.servers.values():
             records = copies[server.me.slot][group] if copies else server.shards[group].records
             rows = self.plan.placements[group].row(server.me.slot, np.arange(len(records)))
             real = rows < plan.rows
@@ -298,10 +322,41 @@ class Cluster:
         """What is wrong when the job is done: batches that did not count once, cuts that are not one
         instant."""
         wrong = self._differences("at the end", counts(self.plan, range(self.batches)), None)
+        wrong += self._wrong_parities()
         for version, positions in self.cuts:
             done = [b for b in range(self.batches) if b <= positions[b % self.plan.workers].index]
-            copies = [saver.copies[version] for saver in self.savers]
+            copies = [self.savers[slot].copies[version] for slot in range(self.plan.servers)]
             wrong += self._differences(f"in cut {version}", counts(self.plan, done), copies)
+        return wrong
+
+    def degraded(self) -> set[int]:
+        """The slots whose server is gone or paused, or has not brought everything back."""
+        found = set()
+        for slot, server in self.servers.items():
+            current = self.supervisor.servers[slot].incarnation == server.me.incarnation
+            alive = server.me in self.network.nodes and not self.network.paused(server.me)
+            recovery = server.recovery
+            whole = (recovery is None or not recovery.left) and not server.rebuilding.lacking()
+            if not (current and alive and whole and server.started.epoch):
+                found.add(slot)
+        return found
+
+    def _wrong_parities(self) -> list[str]:
+        """Parities that are whole and are not the code of their members (invariant 1)."""
+        wrong = []
+        for group, placement in enumerate(self.plan.placements if self.plan.r else ()):
+            for slot, server in self.servers.items():
+                assert server.protection is not None
+                parity = server.protection.parities[group]
+                blocks = np.arange(parity.blocks)
+                for t in range(placement.r):
+                    expected = np.zeros((len(blocks), parity.plan.words), np.uint32)
+                    for m in range(placement.k):
+                        owner = self.servers[placement.member_server(slot, t, m)]
+                        records = owner.shards[group].records[blocks * placement.k + m]
+                        parity.code.add(expected, t, m, np.ascontiguousarray(records))
+                    bad = (parity.get(t, blocks) != expected).any(1) & parity.whole(t, blocks)
+                    wrong += [f"parity {t} of block {b} of group {group} at server {slot}" for b in blocks[bad]]
         return wrong
 
     def _differences(

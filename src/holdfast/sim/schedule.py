@@ -11,6 +11,7 @@ from holdfast.cluster.transport.memory import Weather
 from holdfast.sim.cluster import ROWS, Cluster, counting_plan
 
 KINDS = ("kill", "silence", "pause", "zombie", "link", "supervisor", "cut")
+SERVER_KINDS = ("server_kill", "server_silence", "server_pause", "server_link")
 
 
 @dataclass
@@ -37,9 +38,24 @@ def plan_of(seed: int, rows: int = ROWS) -> JobPlan:
     )
 
 
+def protected_plan_of(seed: int, rows: int = ROWS) -> JobPlan:
+    """The same, with codes: one to three parities, more servers than a stripe has records, or just as many."""
+    k, r = ((2, 1), (4, 1), (1, 1), (2, 2), (3, 1), (3, 2), (1, 2), (2, 3))[seed % 8]
+    return counting_plan(
+        servers=k + r + (0, 1, 3)[seed // 8 % 3],
+        workers=(2, 1, 3)[seed // 4 % 3],
+        atomic=seed // 3 % 2 == 0,
+        staleness=(1, 0, 2)[seed // 2 % 3],
+        rows=rows,
+        k=k,
+        r=r,
+    )
+
+
 def simulate(
     seed: int,
     *,
+    protected: bool = False,
     batches: int = 40,
     faults: int = 10,
     cluster: Cluster | None = None,
@@ -48,12 +64,15 @@ def simulate(
     """Run a job with failures at random times, and compare what its rows are with what they must be."""
     if cluster is None:
         weather = Weather(loss=0.02, duplication=0.05, delay_seconds=0.003, ordered=seed % 5 == 0)
-        cluster = Cluster(plan_of(seed), seed, batches, weather)
+        plan = protected_plan_of(seed) if protected else plan_of(seed)
+        cluster = Cluster(plan, seed, batches, weather)
     schedule = _Schedule(cluster, faults)
     network = cluster.network
     over = network.run(lambda: cluster.supervisor.view.phase == "stopping", most_seconds)
     cluster.collect_cuts()
     supervisor = cluster.supervisor
+    if supervisor.finished and cluster.plan.r:
+        network.run(lambda: False, 2.0)  # until the last changes have arrived
     violations = cluster.violations() if supervisor.finished else []
     if supervisor.failure is not None:
         violations.append(f"the job failed: {supervisor.failure}")
@@ -86,16 +105,40 @@ class _Schedule:
             return
         self._left -= 1
         if self._cluster.supervisor.view.phase in ("running", "holding"):
-            kind = self._random.choice(KINDS)
-            self.done[kind] += 1
-            getattr(self, f"_{kind}")(self._random.randrange(self._cluster.plan.workers))
+            plan = self._cluster.plan
+            kind = self._random.choice((*KINDS, *SERVER_KINDS) if plan.r else KINDS)
+            if kind in SERVER_KINDS:
+                slot = self._random.randrange(plan.servers)
+                if len(self._cluster.degraded() | {slot}) <= plan.r:
+                    self.done[kind] += 1
+                    getattr(self, f"_{kind}")(slot)
+            else:
+                self.done[kind] += 1
+                getattr(self, f"_{kind}")(self._random.randrange(plan.workers))
         self._network.at(self._network.now + self._random.expovariate(1 / 0.3), self._next)
 
     def _kill(self, worker: int) -> None:
-        self._cluster.kill_worker(worker, noticed=True)
+        self._cluster.kill("worker", worker, noticed=True)
 
     def _silence(self, worker: int) -> None:
-        self._cluster.kill_worker(worker, noticed=False)
+        self._cluster.kill("worker", worker, noticed=False)
+
+    def _server_kill(self, slot: int) -> None:
+        self._cluster.kill("server", slot, noticed=True)
+
+    def _server_silence(self, slot: int) -> None:
+        self._cluster.kill("server", slot, noticed=False)
+
+    def _server_pause(self, slot: int) -> None:
+        for peer in [p for p in self._network.nodes if p.role == "server" and p.slot == slot]:
+            self._network.pause(peer, self._random.uniform(0.1, 4.0))
+
+    def _server_link(self, slot: int) -> None:
+        """Two servers cannot talk to each other, though everybody else can to both."""
+        if not self._cluster.degraded():
+            other = self._random.randrange(self._cluster.plan.servers)
+            seconds = self._random.uniform(0.1, 2.5)
+            self._network.cut_link(Peer("server", slot), Peer("server", other), seconds)
 
     def _pause(self, worker: int) -> None:
         """As SIGSTOP and SIGCONT do it: often for long enough that another has taken over meanwhile."""

@@ -77,7 +77,7 @@ class Placer:
             )
         self.plan = plan
         self._firsts = np.array(plan.firsts, np.int64)
-        self._layout = (placement.servers, placement.k, placement.r)
+        self._layout = (placement.servers, placement.k, placement.r, placement.groups)
         self._slots = np.zeros(_LEAST_SLOTS, np.uint32)
         self._base = 1  # slots below it count as empty
         self._uniques = np.empty(0, np.int64)

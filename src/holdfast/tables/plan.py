@@ -66,6 +66,11 @@ class RowPlacement(Protocol):
         """Parity records of a stripe."""
         ...
 
+    @property
+    def groups(self) -> int:
+        """How many groups the servers form, each with stripes of its own."""
+        ...
+
     def records(self, rows: int) -> int:
         """How many records a server keeps for so many rows."""
         ...

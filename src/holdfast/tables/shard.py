@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ from numpy.typing import NDArray
 from holdfast.kernels import rows as row_loops
 from holdfast.kernels import update
 from holdfast.tables.changes import Changes
+from holdfast.tables.first_values import drawing
 from holdfast.tables.optimizers import updater
 from holdfast.tables.plan import GroupPlan, RowPlacement
 
@@ -77,28 +76,13 @@ class GroupShard:
         self.marks = np.zeros(-(-count // 64), np.uint64)
         self.changes = Changes(self.records, placement.k, keep=keep_changes)
         self._seen = np.zeros_like(self.marks)
-        self._layout = (server, placement.servers, placement.k, placement.r)
+        self._layout = (server, placement.servers, placement.k, placement.r, placement.groups)
         self._update = updater(plan.optimizer)
         self._certain = plan.rows // (placement.k * placement.servers) * placement.k
         self.rows = self._certain + int((self.rows_of(np.arange(self._certain, count)) < plan.rows).sum())
         self.installed = plan.initial == "uniform"
         if self.installed and not empty:
-            self._fill(seed)
-
-    def _fill(self, seed: int) -> None:
-        """First values, from (seed, names of group and table, row of the table, column)."""
-        tables = self.plan.tables
-        names = [f"{seed}\0{self.plan.name}\0{table.name}" for table in tables]
-        keys = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
-        scales = [2.0**-24 / math.sqrt(max(table.rows, 1)) for table in tables]
-        update.fill_uniform(
-            self.records,
-            self.plan.dim,
-            *self._layout,
-            np.array(self.plan.firsts, np.int64),
-            np.frombuffer(b"".join(keys), "<u8").astype(np.uint64),
-            np.array(scales, np.float32),
-        )
+            update.fill_uniform(self.records, plan.dim, *self._layout, *drawing(plan, seed))
 
     def rows_of(self, places: Places) -> NDArray[np.int64]:
         """The rows of the group that these records are; beyond the last for those that stand for none."""
