@@ -16,6 +16,7 @@ from holdfast.errors import (
     ConfigError,
     CorruptCheckpoint,
     DataError,
+    DataLoss,
     HoldfastError,
     JobFailed,
     ModelMismatch,
@@ -31,7 +32,17 @@ from holdfast.errors import (
     WorkerFailed,
     WrongReaderState,
 )
-from holdfast.options import AutoBits, Chunked, Differential, Full, Incremental, Policy
+from holdfast.options import (
+    AutoBits,
+    Chunked,
+    Differential,
+    ErasureCode,
+    Full,
+    Incremental,
+    NoProtection,
+    Policy,
+    Replication,
+)
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.api import Checkpointer
@@ -76,8 +87,10 @@ __all__ = [
     "CorruptCheckpoint",
     "Criteo",
     "DataError",
+    "DataLoss",
     "DeepFM",
     "Differential",
+    "ErasureCode",
     "Full",
     "HoldfastError",
     "Incremental",
@@ -85,12 +98,14 @@ __all__ = [
     "JobFailed",
     "JobResult",
     "ModelMismatch",
+    "NoProtection",
     "NoSuchVersion",
     "ObjectMissing",
     "Policy",
     "QuantizedRows",
     "Reader",
     "Recommender",
+    "Replication",
     "SaveFailed",
     "ServerLost",
     "StoreError",

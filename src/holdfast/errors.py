@@ -13,6 +13,7 @@
     │   └── WrongReaderState a reader was given a state that is not its own
     ├── JobFailed            a job that cannot go on
     │   ├── ServerLost           a server is gone, and its rows with it
+    │   ├── DataLoss             more servers are gone than the code covers
     │   └── WorkerFailed         a worker cannot do its part, however often it is started
     ├── TrainingDiverged     the loss is no longer a number
     └── StoreError           a store of checkpoints that cannot be read or written
@@ -88,6 +89,10 @@ class JobFailed(HoldfastError):
 
 class ServerLost(JobFailed):
     """A server is gone, and nothing protects the rows that it held."""
+
+
+class DataLoss(JobFailed):
+    """More servers died at once than the code covers: some rows cannot be recovered from the others."""
 
 
 class WorkerFailed(JobFailed):

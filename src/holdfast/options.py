@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from msgspec import Struct
+
 from holdfast.errors import ConfigError
 
 
@@ -209,6 +211,91 @@ class Policy:
         else:
             wish = self.quantize
         return AutoBits() if wish == "auto" else wish
+
+
+class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", forbid_unknown_fields=True):
+    """Servers keep parities of each other's rows in memory: any ``r`` of them may die at once.
+
+    Every ``k`` rows, which lie on different servers, have ``r`` parities, on yet others. ECRec is
+    ``atomic=True, dense="replicate"``, ECRM is ``atomic=False, dense="workers"``.
+
+    Args:
+        k: rows that share parities: memory grows by r / k. A job needs k + r servers or more.
+        r: parities: how many servers may die before what they held is recovered. 1 to 3.
+        atomic: whether a batch counts at all servers or at none, at the price of a second message.
+        dense: the network's parameters: "replicate" keeps r more copies of them; "workers" takes lost ones
+            from a worker, and begins their optimizer state anew; "none" keeps no copy: the loss of any server
+            ends the job.
+        rings: whether servers form rings of k + r that share nothing, so that failures of more than r
+            servers are survived unless they fall into one ring.
+        chunk_rows: rows that are recovered at a time behind the training's back.
+        recovery_share: how much of the time that may take: 1 is as fast as it can.
+        scrub_seconds: how long it is to take to check all parities while training runs, over and over; 0:
+            they are not checked.
+    """
+
+    k: int
+    r: int = 1
+    atomic: bool = True
+    dense: Literal["replicate", "workers", "none"] = "replicate"
+    rings: bool = False
+    chunk_rows: int = 8192
+    recovery_share: float = 0.25
+    scrub_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least("k", self.k, 1)
+        if not 1 <= self.r <= 3:
+            raise ConfigError(f"r is {self.r}: expected 1 to 3 parities")
+        if self.dense not in ("replicate", "workers", "none"):
+            raise ConfigError(f"dense is {self.dense!r}: expected 'replicate', 'workers' or 'none'")
+        _check_recovery(self.chunk_rows, self.recovery_share, self.scrub_seconds)
+
+
+class Replication(Struct, frozen=True, tag_field="kind", tag="replication", forbid_unknown_fields=True):
+    """Every row lies on ``copies`` servers: all but one of them may die at once, for as much memory again.
+
+    The arguments are those of ``ErasureCode``.
+    """
+
+    copies: int = 2
+    atomic: bool = True
+    rings: bool = False
+    chunk_rows: int = 8192
+    recovery_share: float = 0.25
+    scrub_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.copies <= 4:
+            raise ConfigError(f"copies is {self.copies}: expected 2 to 4")
+        _check_recovery(self.chunk_rows, self.recovery_share, self.scrub_seconds)
+
+    def as_code(self) -> ErasureCode:
+        """The same as a code: one row, and parities that are copies of it."""
+        return ErasureCode(
+            1, self.copies - 1, self.atomic, "replicate", self.rings, self.chunk_rows, self.recovery_share,
+            self.scrub_seconds,
+        )  # fmt: skip
+
+
+class NoProtection(Struct, frozen=True, tag_field="kind", tag="none", forbid_unknown_fields=True):
+    """Rows lie on one server each: if it dies, the job ends.
+
+    Args:
+        atomic: whether a batch counts at all servers or at none, at the price of a second message.
+    """
+
+    atomic: bool = False
+
+
+Protection = ErasureCode | Replication | NoProtection
+
+
+def _check_recovery(chunk_rows: int, share: float, scrub_seconds: float) -> None:
+    _at_least("chunk_rows", chunk_rows, 1)
+    _at_least("scrub_seconds", scrub_seconds, 0)
+    if not 0 < share <= 1:
+        raise ConfigError(f"recovery_share is {share}: expected more than 0, up to 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def test_own_model_and_reader_with_a_worker_that_dies(tmp_path: Path, clicks: Pa
     seen: list[JobProgress] = []
     job = hf.Job(
         "own_model:build", ("own_model:reader", {"path": str(clicks)}), batch_size=90, lr=0.1,
-        epochs=2, servers=3, workers=2, atomic=True, test_every=100, kill=["worker:1@step:100"],
+        epochs=2, servers=3, workers=2, protection=hf.NoProtection(atomic=True), test_every=100, kill=["worker:1@step:100"],
         run=tmp_path / "r",
     )  # fmt: skip
     result = job.run(seen.append)
@@ -189,7 +189,11 @@ class Twin:
     """A job of one worker without staleness in one process: the same kernels, called one after the other."""
 
     def __init__(self, config: Config, servers: int) -> None:
-        self.plan = plan = plan_job(config, servers=servers, workers=1)
+        self.plan = plan = plan_job(
+            msgspec.structs.replace(
+                config, job=msgspec.structs.replace(config.job, servers=servers, workers=1)
+            )
+        )
         torch.manual_seed(config.seed)
         self.train, self.test = build_readers(config)
         made = build_network(config, self.train)

@@ -39,9 +39,11 @@ def plan_of(folder: Path, batches: int, *, atomic: bool, silent_seconds: float =
         "optimizer.lr=1.0",
         f"checkpoint.path={folder / 'store'}",
         "batch_size=8",
+        f"job.servers={SERVERS}",
+        f"job.protection={{kind: none, atomic: {str(atomic).lower()}}}",
     ]
     timing = Timing(silent_seconds=silent_seconds, retry_seconds=0.3)
-    return plan_job(load(None, values), servers=SERVERS, workers=2, atomic=atomic, timing=timing)
+    return plan_job(load(None, values), timing=timing)
 
 
 def run(

@@ -30,13 +30,17 @@ class Script:
         if role == "server":
             fields.setdefault("marks", tuple(WorkerMark(w) for w in range(WORKERS)))
             fields.setdefault("endpoint", f"at {slot}")
+            if slot < SERVERS:  # it has heard of what it is told of its view
+                fields.setdefault("started", self.machine.view.servers[slot].since)
         source = Peer(role, slot, incarnation)
         self.machine.receive(Envelope(source, self.machine.me, Beat(state, **fields)), self.now)
 
     def servers(self, *sequences: int, staged: int = 0) -> None:
         """All servers say where worker 0 stands."""
         for slot, sequence in enumerate(sequences or (0,) * SERVERS):
-            first = WorkerMark(0, sequence=sequence, batch=Position(0, sequence), staged=staged)
+            first = WorkerMark(
+                0, sequence=sequence, batch=Position(0, sequence), staged=staged, kept=sequence
+            )
             self.beat("server", slot, marks=(first, WorkerMark(1)))
 
     def started(self) -> Script:
@@ -94,7 +98,9 @@ def test_a_dead_worker_is_replaced_in_three_steps(marks: tuple[int, int], settle
     script.exit(Peer("worker", 0, 1))
     assert (script.worker.incarnation, script.worker.starts, script.worker.settle) == (2, False, -1)
     fenced = script.machine.view.number
-    script.beat("server", 0, view=fenced, marks=(WorkerMark(0, sequence=marks[0]), WorkerMark(1)))
+    script.beat(
+        "server", 0, view=fenced, marks=(WorkerMark(0, sequence=marks[0], kept=marks[0]), WorkerMark(1))
+    )
     assert script.worker.settle == -1, "one server has not refused the old one yet"
     script.servers(*marks, staged=5)
     assert script.worker.settle == settle

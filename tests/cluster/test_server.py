@@ -18,6 +18,7 @@ from holdfast.cluster.messages import (
     Push,
     Pushed,
     Rows,
+    ServerInView,
     View,
     ViewNumber,
     WorkerInView,
@@ -50,7 +51,8 @@ def test_nothing_is_compiled_once_the_job_runs(name: Any) -> None:
     plan = JobPlan(job="j", seed=1, groups=groups, servers=1, workers=1)
     _warm_up(plan.groups)
     server = Server(Peer("server", 0, 1), plan)
-    view = View(ViewNumber(1), "running", workers=(WorkerInView(0, 1, starts=True),))
+    servers = (ServerInView(0, 1, starts=True, since=ViewNumber(1)),)
+    view = View(ViewNumber(1), "running", servers, (WorkerInView(0, 1, starts=True),))
     server.receive(Envelope(Peer("supervisor"), server.me, view), 0.0)
     server.outbox.clear()
     before = compiled()

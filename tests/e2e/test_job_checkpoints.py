@@ -36,7 +36,7 @@ from holdfast.events import EventLog
 from holdfast.training.config import load
 
 folder, servers, workers, *settings = sys.argv[1:]
-plan = plan_job(load(overrides=settings), servers=int(servers), workers=int(workers))
+plan = plan_job(load(overrides=[*settings, f"job.servers={servers}", f"job.workers={workers}"]))
 resume = plan.resume
 print(json.dumps({"resumed": resume and [resume.version, resume.steps, resume.samples]}), flush=True)
 Path(folder).mkdir()

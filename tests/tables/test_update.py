@@ -234,7 +234,6 @@ def test_odd_gradients_are_applied_as_they_are(name: OptimizerName, dim: int) ->
             np.testing.assert_array_equal(shard.records[~nan], expected[~nan])
 
 
-
 def test_powers_are_those_of_the_formula() -> None:
     for base in (0.9, 0.999, 0.5):
         for exponent in (1, 2, 3, 10, 1000, 2**20, 2**32 - 1):

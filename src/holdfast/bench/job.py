@@ -16,8 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
 from holdfast.bench.train import PlainLoop
@@ -62,6 +64,11 @@ def _config(preset: str, max_rows: int = MAX_ROWS) -> Config:
     )  # fmt: skip
 
 
+def with_servers(config: Config, servers: int, **job: Any) -> Config:
+    """The same in so many servers and two workers."""
+    return replace(config, job=replace(config.job, servers=servers, workers=WORKERS, **job))
+
+
 class LiveJob:
     """A job that runs in windows: between them all of its processes are stopped.
 
@@ -70,7 +77,7 @@ class LiveJob:
     """
 
     def __init__(self, config: Config, servers: int) -> None:
-        self.plan: JobPlan = plan_job(config, servers=servers, workers=WORKERS)
+        self.plan: JobPlan = plan_job(with_servers(config, servers))
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-bench-")
         self._status: Status | None = None
         self._news = threading.Condition()
@@ -232,7 +239,7 @@ def _cpu_of_shapes(report: Report, rounds: int, seconds: float) -> None:
 
 def _rows_of_a_batch(config: Config) -> float:
     reader, _ = build_readers(config)
-    plan = plan_job(config, servers=4, workers=WORKERS)
+    plan = plan_job(with_servers(config, 4))
     placer = Placer(plan.groups[0], plan.placement)
     rows = [placer.place(batch.ids).unique for batch, _ in zip(reader.split(0, 1), range(20), strict=False)]
     return sum(rows) / len(rows)
@@ -248,7 +255,7 @@ def _accuracy(report: Report) -> None:
         theirs.append(Trainer(config).run().test.auc)
         with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as name, EventLog(Path(name)) as events:
             folder = Path(name)
-            plan = plan_job(config, servers=4, workers=WORKERS)
+            plan = plan_job(with_servers(config, 4))
             ours.append(Runner(plan, LocalLauncher(folder), folder, events).run().auc)
     report.raw["job.auc"] = {"job": ours, "trainer": theirs}
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]

@@ -22,7 +22,6 @@ from holdfast.cluster.job import JobResult, Runner
 from holdfast.cluster.keys import load_keys
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.messages import Status
-from holdfast.cluster.plan import Timing
 from holdfast.cluster.planning import plan_job
 from holdfast.cluster.progress import JobProgress, Reports
 from holdfast.cluster.transport.address import listen_address
@@ -30,7 +29,7 @@ from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import ConfigError
 from holdfast.events import EventLog
-from holdfast.options import Kill
+from holdfast.options import Kill, NoProtection, Protection
 from holdfast.recipe import Recipe, recipe_of
 from holdfast.training.config import Config, load, to_yaml
 from holdfast.training.session import make_folder, tensorboard
@@ -64,7 +63,7 @@ class Job:
         max_steps: end after so many batches, of all workers together.
         test_every: batches between tests, which one worker makes while the others train; 0: at the end only.
         seed: of the first values.
-        atomic: whether a batch counts at all servers or at none, at the price of a second message.
+        protection: what keeps the job going when servers die: ``ErasureCode``, ``Replication``, or nothing.
         staleness: how many of its own batches a worker's rows may lack: 1 lets it pull rows while it
             computes, 0 is synchronous.
         run: the run's folder; by default a new one under ``runs/``.
@@ -92,7 +91,7 @@ class Job:
         max_steps: int | None = None,
         test_every: int = 0,
         seed: int = 0,
-        atomic: bool = False,
+        protection: Protection = NoProtection(),  # noqa: B008 (frozen)
         staleness: int = 1,
         run: str | os.PathLike[str] | None = None,
         engine: Literal["local"] = "local",
@@ -105,8 +104,8 @@ class Job:
             raise ConfigError(f"engine is {engine!r}: expected 'local', the only one there is so far")
         data_section, batch_size = _data(data, test_data, batch_size)
         job = {
-            "servers": servers, "workers": workers, "atomic": atomic, "staleness": staleness, "bind": bind,
-            "keys": None if keys is None else os.fspath(keys), "kill": [str(one) for one in kill],
+            "servers": servers, "workers": workers, "protection": msgspec.to_builtins(protection),
+            "staleness": staleness, "bind": bind, "keys": None if keys is None else os.fspath(keys), "kill": [str(one) for one in kill],
         }  # fmt: skip
         self.config = _checked(
             load(
@@ -182,14 +181,7 @@ class Job:
             for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
                 for _ in range(count):
                     engine.warm(role)
-            plan = plan_job(
-                config,
-                servers=job.servers,
-                workers=job.workers,
-                atomic=job.atomic,
-                staleness=job.staleness,
-                timing=Timing(silent_seconds=job.silent_seconds),
-            )
+            plan = plan_job(config)
             runner = Runner(plan, engine, folder, events, job.bind, job.keys or "", job.kills)
             return runner.run(on_status, stop_requested)
 

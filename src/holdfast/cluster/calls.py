@@ -6,6 +6,7 @@ No clock and no socket: ``receive`` takes the answers, ``tick`` the time, and wh
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class _Question:
     again: float
     """When to ask again."""
     patience: float
+    refused: float = -math.inf
+    """When it was last refused."""
 
 
 @dataclass
@@ -120,6 +123,8 @@ class Calls:
         self._pulls: dict[int, PullCall] = {}
         self._pushes: deque[PushCall] = deque()
         self._kept = [0] * plan.servers
+        self._installed_groups = [g for g, group in enumerate(plan.groups) if group.initial == "installed"]
+        self._ask_kept = 0.0
         self._requests = 0
         self._now = 0.0
         self._ticked = 0.0
@@ -190,6 +195,7 @@ class Calls:
         self._now = now
         call = PushCall(sequence=sequence, batch=batch, samples=samples)
         self._pushes.append(call)
+        self._ask_kept = now + self._plan.timing.retry_seconds
         for server in range(self._plan.servers):
             parts: list[Part] = []
             frames: list[Frame] = []
@@ -229,6 +235,12 @@ class Calls:
             for call in self._open():
                 for question in call.questions.values():
                     question.asked += stood_still
+        if self._pushes and self.applied and now >= self._ask_kept:
+            # Servers say by themselves what they keep, but once only. To say it again costs nothing.
+            self._ask_kept = now + self._plan.timing.retry_seconds
+            for server, kept in enumerate(self._kept):
+                if kept < self._pushes[-1].sequence:
+                    self._post(server, Commit(self._pushes[-1].sequence), ())
         for call in self._open():
             for server, question in call.questions.items():
                 if now >= question.again:
@@ -307,15 +319,17 @@ class Calls:
         call = self._numbered(message.sequence)
         if message.reason == "stale":
             self.stale = True
-        elif (
-            message.reason == "not staged"
-            and call is not None
-            and call.committing
-            and server in call.questions
-        ):
-            # It has been replaced since it staged: both phases again, for it alone.
-            self._post(server, *self._push_message(call, server))
-            self._send(server, call.questions[server])
+        elif message.reason in ("not staged", "not installed") and call and server in call.questions:
+            # It has been replaced since: all again, for it alone. Not at every refusal: there may be many on
+            # their way.
+            question = call.questions[server]
+            if self._now >= question.refused + self._plan.timing.retry_seconds:
+                question.refused = self._now
+                if message.reason == "not installed":
+                    self._install(server, self._installed_groups)
+                if call.committing:
+                    self._post(server, *self._push_message(call, server))
+                self._send(server, question)
 
     def _ask_push(self, call: PushCall, server: int) -> None:
         if call.committing:

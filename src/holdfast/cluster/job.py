@@ -36,7 +36,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.supervisor import STATE_FILE
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
-from holdfast.errors import JobFailed, ServerLost, WorkerFailed
+from holdfast.errors import DataLoss, JobFailed, ServerLost, WorkerFailed
 from holdfast.events import EventLog
 from holdfast.options import Kill
 
@@ -346,6 +346,11 @@ class Runner:
                 f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
                 f"without them; {self._cure(status)} (logs: {logs})"
             )
+        if kind == "lost":
+            return DataLoss(
+                f"{peer} {text} after {status.steps:,} steps: more servers have died than {self._code()} covers; "
+                f"{self._cure(status)} (logs: {logs})"
+            )
         if kind == "worker":
             return WorkerFailed(
                 f"{peer} {text}, for the {self.plan.most_deaths + 1}th time at the same batch: no other "
@@ -354,8 +359,11 @@ class Runner:
         kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
         return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
 
+    def _code(self) -> str:
+        return f"a code of {self.plan.k} + {self.plan.r}"
+
     def _cure(self, status: Status) -> str:
-        """What to do when rows are lost. Protection that would keep a job going is still to come."""
+        """What to do when rows are lost."""
         resume = self.plan.resume
         version = status.versions[-1] if status.versions else resume.version if resume else None
         if version is not None:

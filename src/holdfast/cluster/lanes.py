@@ -43,7 +43,9 @@ class OutLane:
         """How many messages are not acknowledged."""
         return len(self._waiting)
 
-    def send(self, message: Change | Values, frames: Sequence[Frame], now: float, patience: float) -> Envelope:
+    def send(
+        self, message: Change | Values, frames: Sequence[Frame], now: float, patience: float
+    ) -> Envelope:
         """Put a message, numbered ``next_number``, into the lane."""
         assert message.number == self.next_number
         self._number += 1

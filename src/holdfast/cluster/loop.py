@@ -29,8 +29,13 @@ def open_transport(assignment: Assignment, *, listens: bool = True) -> Iterator[
         transport.close()
 
 
-def run_node(node: Node, transport: ZmqTransport, until: Callable[[], bool]) -> None:
-    """Run a machine until the condition holds."""
+def run_node(
+    node: Node,
+    transport: ZmqTransport,
+    until: Callable[[], bool],
+    prepare: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a machine until the condition holds; ``prepare`` is called before something is sent."""
     next_tick = 0.0
     while not until():
         now = time.monotonic()
@@ -40,6 +45,7 @@ def run_node(node: Node, transport: ZmqTransport, until: Callable[[], bool]) -> 
             flush(node, transport)
         for envelope in transport.poll(max(0.0, next_tick - time.monotonic())):
             node.receive(envelope, time.monotonic())
+            prepare()
             flush(node, transport)
 
 

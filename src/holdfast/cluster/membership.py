@@ -91,7 +91,8 @@ class _ServerMember(Member):
     stage: Literal["fencing", "settling", "started"] = "fencing"
     since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
     deaths: int = 0
-    lost_at: float = 0.0
+    lost_at: float | None = None
+    """When this supervisor asked for the incarnation; None: one before it did, and it may have started."""
     recovering: bool = False
 
     @property
@@ -325,12 +326,12 @@ class Supervisor:
             if all(_is_ready(s) for s in self.servers):
                 self._begin()
         elif server.stage == "fencing":
-            if self._others_follow(server):
+            if (beat is not None or server.lost_at is not None) and self._others_follow(server):
                 self._settle_server(server)
         elif beat is not None and _is_ready(server) and self._others_follow(server):
             self._change_server(server, endpoint=beat.endpoint, starts=True, since=self._next_number())
             server.stage, server.recovering = "started", True
-            self._say("server_started", server, seconds=round(now - server.lost_at, 3))
+            self._say("server_started", server, seconds=_since(server.lost_at, now))
 
     def _begin(self) -> None:
         """All servers have their rows: the first ones of all slots begin in one view."""
@@ -393,7 +394,7 @@ class Supervisor:
         elif server.recovering:
             server.recovering = False
             server.deaths = 0
-            seconds = round(now - server.lost_at, 3)
+            seconds = _since(server.lost_at, now)
             self._say("server_recovered", server, rows=redundancy.recovered, seconds=seconds)
 
     def _bring_in(self, worker: _WorkerMember) -> None:
@@ -512,7 +513,9 @@ class Supervisor:
         member.since, member.heard, member.beat = now, None, None
         workers = tuple(m.incarnation for m in self.workers)
         servers = tuple(m.incarnation for m in self.servers)
-        self._durable = replace(self._durable, epoch=self._durable.epoch + 1, workers=workers, servers=servers)
+        self._durable = replace(
+            self._durable, epoch=self._durable.epoch + 1, workers=workers, servers=servers
+        )
         self._storage.save(self._durable)  # before anybody hears of this incarnation
         if isinstance(member, _ServerMember):
             member.lost_at = now
@@ -577,6 +580,10 @@ class Supervisor:
     def _say(self, event: str, member: Member, **figures: Any) -> None:
         figures = {"slot": member.slot, "incarnation": member.incarnation, **figures}
         self.events.append((event, figures))
+
+
+def _since(before: float | None, now: float) -> float | None:
+    return None if before is None else round(now - before, 3)
 
 
 def _is_ready(server: Member) -> bool:

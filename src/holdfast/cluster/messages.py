@@ -117,10 +117,11 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     """The answer to a message that does not count.
 
     "stale": the sender has been replaced, or means a server that has been. "not staged": a commit of what is
-    not here, send it again. "gap": a push before it is missing. "malformed": not what the plan says.
+    not here, send it again. "not installed": a push to rows whose first values have not come, as happens to a
+    server that was replaced. "gap": a push before it is missing. "malformed": not what the plan says.
     """
 
-    reason: Literal["stale", "not staged", "gap", "malformed"]
+    reason: Literal["stale", "not staged", "not installed", "gap", "malformed"]
     sequence: int = 0
     request: int = 0
 

@@ -45,12 +45,13 @@ class ParityShard:
 
     def _encode_first(self, seed: int) -> None:
         k, r = self.placement.k, self.placement.r
-        for first in range(0, self.blocks, _FIRST_BLOCKS):
-            blocks = np.arange(first, min(first + _FIRST_BLOCKS, self.blocks))
+        for start in range(0, self.blocks, _FIRST_BLOCKS):
+            blocks = np.arange(start, min(start + _FIRST_BLOCKS, self.blocks))
             for t in range(r):
                 for m in range(k):
                     rows = self.placement.stripe_rows(self.server, t, m, blocks)
-                    self.code.update(self.records, blocks * r + t, t, m, first_records(self.plan, seed, rows))
+                    first = read_only(first_records(self.plan, seed, rows))
+                    self.code.update(self.records, blocks * r + t, t, m, first)
 
     @property
     def lacking(self) -> int:
@@ -91,7 +92,7 @@ class ParityShard:
         if self._lacks is not None:
             inside = ~self._lacks[member, places]
             places, differences = places[inside], differences[inside]
-        self.code.update(self.records, places, parity, member, differences)
+        self.code.update(self.records, places, parity, member, read_only(differences))
 
     def add(self, parity: int, member: int, blocks: Blocks, values: Records) -> None:
         """Add a member's records to the parities that lack it."""
@@ -99,7 +100,7 @@ class ParityShard:
             return
         places = self._places(parity, blocks)
         outside = self._lacks[member, places]
-        self.code.update(self.records, places[outside], parity, member, values[outside])
+        self.code.update(self.records, places[outside], parity, member, read_only(values[outside]))
         self._lacks[member, places] = False
 
     def settle(self) -> None:
@@ -109,3 +110,10 @@ class ParityShard:
 
     def _places(self, parity: int, blocks: Blocks) -> NDArray[np.int64]:
         return blocks.astype(np.int64) * self.placement.r + parity
+
+
+def read_only(records: Records) -> Records:
+    """The same, so that nobody may write to it: for a mixture of both kinds every loop would be compiled twice."""
+    view = records.view()
+    view.flags.writeable = False
+    return view

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from typing import Any
 
 import msgspec
 import torch
 
 from holdfast.cluster.model import plan_groups
-from holdfast.cluster.plan import JobPlan, Timing
+from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
 from holdfast.cluster.resuming import find_resume
 from holdfast.cluster.template import plan_saving
 from holdfast.models.recommender import table_dims
@@ -22,17 +23,29 @@ from holdfast.training.readers import build_readers
 def plan_job(
     config: Config,
     *,
-    servers: int,
-    workers: int,
-    atomic: bool = False,
-    staleness: int = 1,
     timing: Timing | None = None,
+    lanes: LaneOptions | None = None,
 ) -> JobPlan:
     """The plan of a job that trains as configured; builds model and readers once to see that they fit.
 
     If the configuration has a ``checkpoint`` section and its path holds versions, the job goes on from the
     newest one that is whole (``plan.resume``): see ``resuming.find_resume`` for what it raises.
     """
+    job = config.job
+    code = job.code
+    protected: dict[str, Any] = {}
+    if code is not None:
+        k, r = code.k, code.r
+        protected = {
+            "k": k,
+            "r": r,
+            "rings": job.servers // (k + r) if code.rings else 1,
+            "dense": code.dense,
+            "lanes": lanes
+            or LaneOptions(
+                chunk_rows=code.chunk_rows, share=code.recovery_share, scrub_seconds=code.scrub_seconds
+            ),
+        }
     torch.manual_seed(config.seed)
     reader, _ = build_readers(config)
     network = build_network(config, reader)
@@ -50,11 +63,12 @@ def plan_job(
         job=secrets.token_hex(8),
         seed=config.seed,
         groups=groups,
-        servers=servers,
-        workers=workers,
-        atomic=atomic,
-        staleness=staleness,
-        timing=timing or Timing(),
+        servers=job.servers,
+        workers=job.workers,
+        atomic=job.protection.atomic,
+        staleness=job.staleness,
+        timing=timing or Timing(silent_seconds=job.silent_seconds),
+        **protected,
         saving=saving,
         training=msgspec.to_builtins(config),
     )

@@ -122,7 +122,10 @@ class Protection:
         if self._pending_since is None:
             self._pending_since = now
         if worker is not None:
-            if self._marks()[worker].sequence - self._flushed.marks[worker].sequence >= self.plan.lanes.pushes:
+            if (
+                self._marks()[worker].sequence - self._flushed.marks[worker].sequence
+                >= self.plan.lanes.pushes
+            ):
                 self.flush(now)
 
     def flush(self, now: float) -> None:
@@ -164,7 +167,12 @@ class Protection:
     def read(self, source: Peer, message: ReadStripes, frames: Sequence[Frame], now: float) -> None:
         """A parity server wants records: they go into its lane as they were after the last batch."""
         lane = self._out.get(source.slot)
-        if lane is None or lane.target != source or self.stable < lane.began or message.group not in self.parities:
+        if (
+            lane is None
+            or lane.target != source
+            or self.stable < lane.began
+            or message.group not in self.parities
+        ):
             # Not before all others have what was before the lane: of that it could undo nothing.
             return
         placement, shard = self.plan.placements[message.group], self._shards[message.group]
@@ -172,7 +180,9 @@ class Protection:
         if not 0 <= message.member < placement.k or len(frames) != 1:
             raise ValueError(f"a read of member {message.member}, of {placement.k}")
         places = blocks * placement.k + message.member
-        if len(places) and not (0 <= places[0] and places[-1] < len(shard.records) and (np.diff(places) > 0).all()):
+        if len(places) and not (
+            0 <= places[0] and places[-1] < len(shard.records) and (np.diff(places) > 0).all()
+        ):
             raise ValueError("a read of blocks that do not ascend, or are not there")
         absent = self._lacks(message.group, places)
         here = shard.changes.told(places[~absent])

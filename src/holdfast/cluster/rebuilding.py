@@ -26,7 +26,7 @@ from holdfast.cluster.messages import (
     Syndromes,
     Values,
 )
-from holdfast.cluster.parity import Blocks, Records
+from holdfast.cluster.parity import Blocks, Records, read_only
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
@@ -149,9 +149,7 @@ class Rebuilding:
                     if len(blocks):
                         self._cursor[group, t] = first
                         members = {
-                            m
-                            for m in range(parity.placement.k)
-                            if not parity.contains(t, m, blocks).all()
+                            m for m in range(parity.placement.k) if not parity.contains(t, m, blocks).all()
                         }
                         self._look_at(self._begin("rebuild", group, t, blocks, members, now), now)
                         return
@@ -233,7 +231,7 @@ class Rebuilding:
                 at = np.minimum(np.searchsorted(job.blocks, blocks), len(job.blocks) - 1)
                 hit = np.flatnonzero(job.blocks[at] == blocks)
                 code = self._parities[job.group].code
-                code.update(job.sums, at[hit], job.parity, part.member, differences[hit])
+                code.update(job.sums, at[hit], job.parity, part.member, read_only(differences[hit]))
 
     def tick(self, now: float) -> None:
         """Finish what is complete, ask again for what has not come, drop what nobody waits for."""

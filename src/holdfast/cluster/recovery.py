@@ -93,7 +93,9 @@ class Recovery:
     def lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these records are lacking."""
         missing = self._missing.get(group)
-        return np.zeros(len(places), np.bool_) if missing is None or not self._left[group] else missing[places]
+        return (
+            np.zeros(len(places), np.bool_) if missing is None or not self._left[group] else missing[places]
+        )
 
     def want(self, group: int, places: NDArray[np.int64], now: float) -> None:
         """Somebody waits for these records."""
@@ -160,9 +162,7 @@ class Recovery:
                     if len(blocks):
                         self._ask(self._new(group, member, blocks, scan=True, now=now), now)
 
-    def _new(
-        self, group: int, member: int, blocks: NDArray[np.int64], *, scan: bool, now: float
-    ) -> _Ask:
+    def _new(self, group: int, member: int, blocks: NDArray[np.int64], *, scan: bool, now: float) -> _Ask:
         self._asked[group][blocks * self._plan.placements[group].k + member] = True
         return _Ask(group, member, blocks, (member,), frozenset(), scan, now)
 
@@ -237,7 +237,9 @@ class Recovery:
     ) -> None:
         if len(at):
             blocks = ask.blocks[at]
-            self._ask(_Ask(ask.group, ask.member, blocks, without, unusable, False, now, rounds=ask.rounds), now)
+            self._ask(
+                _Ask(ask.group, ask.member, blocks, without, unusable, False, now, rounds=ask.rounds), now
+            )
 
     @staticmethod
     def _agree(ask: _Ask) -> bool:

@@ -49,6 +49,7 @@ from holdfast.cluster.messages import (
     WorkerMark,
 )
 from holdfast.cluster.node import Assignment
+from holdfast.cluster.parity import Blocks, ParityShard
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
 from holdfast.cluster.rebuilding import Rebuilding
@@ -57,7 +58,7 @@ from holdfast.cluster.resuming import open_saving, restore_rows
 from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
-from holdfast.cluster.transport.zmq import Counters
+from holdfast.cluster.transport.zmq import Counters, ZmqTransport
 from holdfast.coding.placement import Placement
 from holdfast.errors import HoldfastError
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
@@ -116,7 +117,12 @@ class Server:
         replaces = me.incarnation > 1
         self.shards = [
             GroupShard(
-                group, placement, me.slot, plan.seed, keep_changes=placement.r > 0, empty=replaces or not fresh
+                group,
+                placement,
+                me.slot,
+                plan.seed,
+                keep_changes=placement.r > 0,
+                empty=replaces or not fresh,
             )
             for group, placement in zip(plan.groups, plan.placements, strict=True)
         ]
@@ -142,7 +148,13 @@ class Server:
         self.recovery: Recovery | None = None
         if plan.r:
             self.protection = Protection(
-                me, plan, self.shards, self.outbox, self._ledger.marks, fresh=fresh and not replaces, lacks=self._lacks
+                me,
+                plan,
+                self.shards,
+                self.outbox,
+                self._ledger.marks,
+                fresh=fresh and not replaces,
+                lacks=self._lacks,
             )
             self.rebuilding = Rebuilding(plan, self.protection)
             if replaces:
@@ -261,6 +273,9 @@ class Server:
         elif isinstance(message, Push):
             return self._push(envelope, message), ()
         elif isinstance(message, Commit):
+            if (source, "push", message.sequence) in self._waiting:
+                self._waiting[source, "commit", message.sequence] = envelope
+                return None, ()
             return self._with_kept(self._ledger.commit(source, message.sequence), source), ()
         elif isinstance(message, Install):
             self._install(message, frames)
@@ -291,14 +306,15 @@ class Server:
         if view.number <= self.view.number:
             return
         self.view = view
+        mine = next((s for s in view.servers if s.slot == self.me.slot), None)
+        if mine is None or mine.incarnation != self.me.incarnation:
+            return  # another has taken its place: nothing that it does counts any more
         self._ledger.adopt(view.workers)
         self._note_changes()
-        mine = next((s for s in view.servers if s.slot == self.me.slot), None)
-        if mine is not None and mine.incarnation == self.me.incarnation:
-            if mine.starts and not self.started.epoch:
-                self._start(mine, view)
-            if self.protection is not None and self.started.epoch:
-                self.protection.adopt(view, mine, self._now)
+        if mine.starts and not self.started.epoch:
+            self._start(mine, view)
+        if self.protection is not None and self.started.epoch:
+            self.protection.adopt(view, mine, self._now)
         if self.recovery is not None:
             self.recovery.hurry = view.phase != "running"
         if self.saver is None or not self.started.epoch:
@@ -343,8 +359,8 @@ class Server:
     def _serve_waiting(self) -> None:
         """Rows have come back: whoever waited for them is served."""
         waiting, self._waiting = self._waiting, {}
-        for envelope in sorted(waiting.values(), key=lambda e: getattr(e.message, "sequence", 0)):
-            self.receive(envelope, self._now)
+        for key in sorted(waiting, key=lambda key: (key[2], key[1] == "commit")):
+            self.receive(waiting[key], self._now)
 
     def _kept(self, worker: int) -> int:
         return self.protection.kept(worker) if self.protection else self._ledger.applied(worker)
@@ -374,6 +390,8 @@ class Server:
     def _push(self, envelope: Envelope, message: Push) -> Pushed | Refused | None:
         source = envelope.source
         updates = self._updates(message.parts, envelope.frames)
+        if not all(self.shards[group].installed for group, _, _ in updates):
+            return Refused("not installed", message.sequence)
         if self._waits(envelope, "push", message.sequence, updates):
             return None
         answer = self._ledger.push(
@@ -439,15 +457,34 @@ def digest(shards: Sequence[GroupShard]) -> str:
 def run(assignment: Assignment) -> None:
     """Be a server until the job ends."""
     plan = assignment.plan
-    _warm_up(plan.groups)
+    _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
     with open_transport(assignment) as transport:
-        fresh = plan.resume is None and assignment.me.incarnation == 1
+        fresh = plan.resume is None
         server = Server(assignment.me, plan, transport.endpoint, fresh=fresh, counters=transport.counters)
         if plan.saving is not None:
             # Behind its back, so that it gives signs of life meanwhile: reading may take minutes.
             server.restoring = True
             threading.Thread(target=_prepare, args=(server,), name="restore", daemon=True).start()
-        run_node(server, transport, until=lambda: server.over)
+        run_node(server, transport, until=lambda: server.over, prepare=_Connect(server, transport))
+
+
+class _Connect:
+    """Connects a server to those that it has lanes with, whenever a view is new."""
+
+    def __init__(self, server: Server, transport: ZmqTransport) -> None:
+        self._server, self._transport = server, transport
+        self._by: View | None = None
+        placements = server.plan.placements
+        near = (n for placement in placements if placement.r for n in placement.neighbours(server.me.slot))
+        self._neighbours = set(near)
+
+    def __call__(self) -> None:
+        view = self._server.view
+        if view is not self._by:
+            self._by = view
+            for other in view.servers:
+                if other.endpoint and other.slot in self._neighbours:
+                    self._transport.connect("server", other.slot, other.endpoint)
 
 
 def _prepare(server: Server) -> None:
@@ -456,7 +493,7 @@ def _prepare(server: Server) -> None:
     try:
         store = open_saving(plan)
         saver = ShardSaver(plan, slot, shards, store, ThreadPoolExecutor(1, "holdfast-save"))
-        if plan.resume is not None:
+        if plan.resume is not None and server.me.incarnation == 1:
             version = restore_rows(plan, shards, store, plan.resume.version)
             if plan.resume.continues:
                 saver.resume(version)
@@ -473,16 +510,18 @@ def _prepare(server: Server) -> None:
 def prepare() -> None:
     """Load the loops of every optimizer."""
     names = get_args(OptimizerName)
-    _warm_up(
+    groups = [
         GroupPlan(name=name, dim=1, tables=(), optimizer=OptimizerPlan(name=name, lr=0.0)) for name in names
-    )
+    ]
+    _warm_up(groups, (2, 1), (2, 2))
 
 
-def _warm_up(groups: Iterable[GroupPlan]) -> None:
+def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
     """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
     few = np.arange(3, dtype=np.uint32).tobytes()
     for group in groups:
-        shard = GroupShard(replace(group, tables=(TablePlan("few", 3),)), Placement(1), 0, 0)
+        small = replace(group, tables=(TablePlan("few", 3),), initial="uniform")
+        shard = GroupShard(small, Placement(1), 0, 0, keep_changes=True)
         zeros = bytes(3 * 4 * group.dim)
         # As they come in messages: for arrays of another kind, other code would be compiled.
         places = as_array(few, np.uint32, (3,))
@@ -490,3 +529,20 @@ def _warm_up(groups: Iterable[GroupPlan]) -> None:
         shard.install(places, values)
         shard.push(places, values)
         shard.pull(places)
+        shard.changes.keep(places)
+        ((_, blocks, differences),) = shard.changes.take()
+        for k, r in codes:
+            _warm_up_code(small, Placement(k + r, k, r), blocks, differences.tobytes())
+
+
+def _warm_up_code(group: GroupPlan, placement: Placement, blocks: Blocks, differences: bytes) -> None:
+    few = replace(group, tables=(TablePlan("few", 3 * placement.k * placement.servers),))
+    parity = ParityShard(few, placement, 0, 0)
+    records = as_array(differences, np.uint32, (3, group.words))
+    for t in range(placement.r):
+        parity.change(t, 0, blocks, records)
+        lost = tuple(range(min(t + 1, placement.k)))
+        parity.code.solve(lost, {at: parity.get(at, blocks) for at in range(len(lost))})
+    empty = ParityShard(few, placement, 0, None)
+    empty.add(0, 0, blocks, records)
+    empty.change(0, 0, blocks, records)

@@ -298,7 +298,9 @@ class Cluster:
     def cut(self) -> None:
         """Make a consistent cut as soon as that is possible."""
         if self.supervisor.may_cut() and self.supervisor.view.phase == "running":
-            self.supervisor.request_cut(1 + max((v for s in self.savers.values() for v in s.copies), default=0))
+            self.supervisor.request_cut(
+                1 + max((v for s in self.savers.values() for v in s.copies), default=0)
+            )
             self.network.flush(self.supervisor)
 
     def collect_cuts(self) -> None:
@@ -356,7 +358,9 @@ class Cluster:
                         records = owner.shards[group].records[blocks * placement.k + m]
                         parity.code.add(expected, t, m, np.ascontiguousarray(records))
                     bad = (parity.get(t, blocks) != expected).any(1) & parity.whole(t, blocks)
-                    wrong += [f"parity {t} of block {b} of group {group} at server {slot}" for b in blocks[bad]]
+                    wrong += [
+                        f"parity {t} of block {b} of group {group} at server {slot}" for b in blocks[bad]
+                    ]
         return wrong
 
     def _differences(

@@ -43,7 +43,9 @@ class Changes:
     def __len__(self) -> int:
         return int(self._count[0])
 
-    def for_update(self, most: int) -> tuple[NDArray[np.uint64], NDArray[np.uint32], Records, NDArray[np.int64]]:
+    def for_update(
+        self, most: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], Records, NDArray[np.int64]]:
         """The arrays that ``kernels.update`` takes, with room for so many more records."""
         if len(self._copied):
             self._make_room(min(len(self) + most, len(self._records)))

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from holdfast.data.criteo_shape import Cardinalities
 from holdfast.errors import ConfigError
 from holdfast.models.presets import PRESETS, Architecture, Sizes
-from holdfast.options import Kill
+from holdfast.options import ErasureCode, Kill, NoProtection, Protection, Replication
 from holdfast.recipe import Recipe, plain
 from holdfast.training.saving import CheckpointConfig
 
@@ -130,8 +130,9 @@ class JobConfig(_Section, frozen=True, kw_only=True):
 
     servers: NotNegative = 0
     workers: Positive = 2
-    atomic: bool = False
-    """Whether a batch counts at all servers or at none."""
+    protection: Protection = NoProtection()
+    """What keeps a job going when servers die: "erasure-code", "replication" or "none", with the arguments of
+    ``holdfast.ErasureCode``, ``Replication`` and ``NoProtection``."""
     staleness: NotNegative = 1
     """How many of its own batches a worker's rows may lack."""
     bind: str = "tcp://127.0.0.1"
@@ -156,6 +157,20 @@ class JobConfig(_Section, frozen=True, kw_only=True):
             )
         for kill in self.kills:
             kill.check(self.servers, self.workers)
+        code = self.code
+        if code is not None and 0 < self.servers < code.k + code.r:
+            raise ConfigError(
+                f"job.servers is {self.servers}, but a code of {code.k} + {code.r} needs {code.k + code.r} "
+                "servers or more: add servers, or choose a smaller k or r in job.protection"
+            )
+
+    @property
+    def code(self) -> ErasureCode | None:
+        """The protection as a code; None: there is none."""
+        protection = self.protection
+        if isinstance(protection, NoProtection):
+            return None
+        return protection.as_code() if isinstance(protection, Replication) else protection
 
 
 class Config(_Section, frozen=True, kw_only=True):
