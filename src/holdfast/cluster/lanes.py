@@ -110,18 +110,23 @@ class InLane:
         self.number = message.number
         if not self.known:
             self.known = True
-            batch = message.instant.batch - 1 if isinstance(message, Change) else message.batch
-            self.now = self.first = Instant(batch)
+            # Before its first change nothing is known of workers, and nobody will ask.
+            before = Instant(message.instant.batch - 1) if isinstance(message, Change) else message.instant
+            self.now = self.first = before
         if isinstance(message, Change):
             self.now = message.instant
             self.log.append(LoggedChange(message.instant, message.parts, frames))
             while self.log and self.log[0].instant.batch <= message.stable:
                 self.first = self.log.popleft().instant
 
-    def undo(self, batch: int) -> list[LoggedChange]:
-        """Go back to a batch; what has to be undone, the newest first."""
+    def undo(self, cut: Instant) -> list[LoggedChange]:
+        """Go back to an instant, for good; what has to be undone, the newest first."""
         undone = []
-        while self.log and self.log[-1].instant.batch > batch:
+        while self.log and self.log[-1].instant.batch > cut.batch:
             undone.append(self.log.pop())
         self.now = self.log[-1].instant if self.log else self.first
+        self.log.clear()  # what a later incarnation's cut says is not about this lane
+        if self.now.batch == cut.batch:
+            self.now = cut
+        self.first = self.now
         return undone

@@ -266,6 +266,10 @@ class Supervisor:
         going = self.view.phase in ("running", "ending") and self.cut is None
         return going and all(s.follows(self._first) and self._is_whole(s) for s in self.servers)
 
+    def _is_sound(self, server: _ServerMember) -> bool:
+        """Whether a server has all of its rows and parities: another may be lost."""
+        return self._is_whole(server) and server.beat is not None and not server.beat.redundancy.parities
+
     def _is_whole(self, server: _ServerMember) -> bool:
         """Whether a server has all of its rows."""
         return server.stage == "started" and bool(server.marks) and not server.recovering
@@ -480,7 +484,7 @@ class Supervisor:
             # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
             if all(self.servers[s].stage == "started" for s in beat.stuck_on):
                 self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
-        elif member.role == "server" and beat.stuck_on and all(self._is_whole(s) for s in self.servers):
+        elif member.role == "server" and beat.stuck_on and all(self._is_sound(s) for s in self.servers):
             # Two servers cannot talk to each other: one is replaced, while all others have their rows.
             other = self.servers[beat.stuck_on[0]]
             self._lose(other, f"cannot be reached by server {member.slot}", now)

@@ -183,7 +183,7 @@ class Values(Struct, frozen=True, array_like=True, tag="values"):
     """
 
     number: int
-    batch: int
+    instant: Instant
     job: int
     member: int
     rows: int

@@ -187,7 +187,7 @@ class Protection:
         absent = self._lacks(message.group, places)
         here = shard.changes.told(places[~absent])
         values = Values(
-            lane.next_number, self.batch, message.job, message.member, len(here), int(absent.sum())
+            lane.next_number, self._flushed, message.job, message.member, len(here), int(absent.sum())
         )
         self._send(lane, values, (here, np.flatnonzero(absent).astype(np.uint32)), now)
 
@@ -290,20 +290,19 @@ class Protection:
                 self._out.pop(entry.slot, None)
             if entry.cut is not None and self._settled.get(entry.slot, 0) < entry.incarnation:
                 self._settled[entry.slot] = entry.incarnation
-                self._undo(entry.slot, entry.cut.batch)
+                self._undo(entry.slot, entry.cut)
             if entry.starts and self._started.get(entry.slot, 0) < entry.incarnation:
                 self._started[entry.slot] = entry.incarnation
                 self._begin(entry, mine.since, now)
         self._advance()
 
-    def _undo(self, slot: int, batch: int) -> None:
+    def _undo(self, slot: int, cut: Instant) -> None:
         lane = self._in.get(slot)
         if lane is None or self._incarnations[slot] <= lane.source.incarnation:
             return
-        for logged in lane.undo(batch):
+        for logged in lane.undo(cut):
             for part, blocks, differences in self._parts(slot, logged.parts, logged.frames):
                 self._apply(part, blocks, differences)
-        lane.log.clear()  # what a later incarnation's cut says is not about this lane
 
     def _begin(self, entry: ServerInView, since: ViewNumber, now: float) -> None:
         peer = Peer("server", entry.slot, entry.incarnation)

@@ -94,6 +94,7 @@ class _Schedule:
 
     def __init__(self, cluster: Cluster, faults: int) -> None:
         self.done: Counter[str] = Counter()
+        self._linked: tuple[float, set[int]] = (0.0, set())
         self._cluster = cluster
         self._left = faults
         self._network = cluster.network
@@ -109,7 +110,7 @@ class _Schedule:
             kind = self._random.choice((*KINDS, *SERVER_KINDS) if plan.r else KINDS)
             if kind in SERVER_KINDS:
                 slot = self._random.randrange(plan.servers)
-                if len(self._cluster.degraded() | {slot}) <= plan.r:
+                if len(self._cluster.degraded() | self._unreachable() | {slot}) <= plan.r:
                     self.done[kind] += 1
                     getattr(self, f"_{kind}")(slot)
             else:
@@ -134,11 +135,16 @@ class _Schedule:
             self._network.pause(peer, self._random.uniform(0.1, 4.0))
 
     def _server_link(self, slot: int) -> None:
-        """Two servers cannot talk to each other, though everybody else can to both."""
-        if not self._cluster.degraded():
-            other = self._random.randrange(self._cluster.plan.servers)
+        """Two servers cannot talk to each other, though everybody else can to both: one is replaced."""
+        other = self._random.randrange(self._cluster.plan.servers)
+        if len(self._cluster.degraded() | {slot, other}) <= max(2, self._cluster.plan.r):
             seconds = self._random.uniform(0.1, 2.5)
             self._network.cut_link(Peer("server", slot), Peer("server", other), seconds)
+            self._linked = self._network.now + seconds + 2.0, {slot, other}
+
+    def _unreachable(self) -> set[int]:
+        """Servers of which one may be taken for dead any moment."""
+        return self._linked[1] if self._network.now < self._linked[0] else set()
 
     def _pause(self, worker: int) -> None:
         """As SIGSTOP and SIGCONT do it: often for long enough that another has taken over meanwhile."""
