@@ -151,8 +151,8 @@ def test_own_model_and_reader_with_a_worker_that_dies(tmp_path: Path, clicks: Pa
     seen: list[JobProgress] = []
     job = hf.Job(
         "own_model:build", ("own_model:reader", {"path": str(clicks)}), batch_size=90, lr=0.1,
-        epochs=2, servers=3, workers=2, protection=hf.NoProtection(atomic=True), test_every=100, kill=["worker:1@step:100"],
-        run=tmp_path / "r",
+        epochs=2, servers=3, workers=2, protection=hf.NoProtection(atomic=True), test_every=100,
+        kill=["worker:1@step:100"], run=tmp_path / "r",
     )  # fmt: skip
     result = job.run(seen.append)
     assert (result.steps, result.samples, result.workers_replaced) == (400, 36_000, 1)

@@ -105,7 +105,8 @@ class Job:
         data_section, batch_size = _data(data, test_data, batch_size)
         job = {
             "servers": servers, "workers": workers, "protection": msgspec.to_builtins(protection),
-            "staleness": staleness, "bind": bind, "keys": None if keys is None else os.fspath(keys), "kill": [str(one) for one in kill],
+            "staleness": staleness, "bind": bind, "keys": None if keys is None else os.fspath(keys),
+            "kill": [str(one) for one in kill],
         }  # fmt: skip
         self.config = _checked(
             load(

@@ -348,8 +348,8 @@ class Runner:
             )
         if kind == "lost":
             return DataLoss(
-                f"{peer} {text} after {status.steps:,} steps: more servers have died than {self._code()} covers; "
-                f"{self._cure(status)} (logs: {logs})"
+                f"{peer} {text} after {status.steps:,} steps: more servers have died than "
+                f"{self._code()} covers; {self._cure(status)} (logs: {logs})"
             )
         if kind == "worker":
             return WorkerFailed(

@@ -38,7 +38,6 @@ from holdfast.cluster.messages import (
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transport.base import Envelope, Frame
 
-
 _Entry = TypeVar("_Entry", ServerInView, WorkerInView)
 
 

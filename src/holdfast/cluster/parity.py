@@ -113,7 +113,7 @@ class ParityShard:
 
 
 def read_only(records: Records) -> Records:
-    """The same, so that nobody may write to it: for a mixture of both kinds every loop would be compiled twice."""
+    """The same, not to be written to: for a mixture of both kinds every loop would be compiled twice."""
     view = records.view()
     view.flags.writeable = False
     return view

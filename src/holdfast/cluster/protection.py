@@ -122,10 +122,8 @@ class Protection:
         if self._pending_since is None:
             self._pending_since = now
         if worker is not None:
-            if (
-                self._marks()[worker].sequence - self._flushed.marks[worker].sequence
-                >= self.plan.lanes.pushes
-            ):
+            told = self._flushed.marks[worker].sequence
+            if self._marks()[worker].sequence >= told + self.plan.lanes.pushes:
                 self.flush(now)
 
     def flush(self, now: float) -> None:
@@ -181,7 +179,7 @@ class Protection:
             raise ValueError(f"a read of member {message.member}, of {placement.k}")
         places = blocks * placement.k + message.member
         if len(places) and not (
-            0 <= places[0] and places[-1] < len(shard.records) and (np.diff(places) > 0).all()
+            places[0] >= 0 and places[-1] < len(shard.records) and (np.diff(places) > 0).all()
         ):
             raise ValueError("a read of blocks that do not ascend, or are not there")
         absent = self._lacks(message.group, places)

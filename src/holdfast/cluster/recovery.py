@@ -112,6 +112,8 @@ class Recovery:
         ask = self._asks.get(message.request)
         if ask is None or message.parity not in ask.parities or message.parity in ask.answers:
             return
+        if self._protection.peer(source.slot) != source:
+            return
         placement = self._plan.placements[ask.group]
         if source.slot != placement.parity_server(self._protection.me.slot, ask.member, message.parity):
             raise ValueError(f"syndromes of parity {message.parity} from server {source.slot}")
@@ -190,7 +192,7 @@ class Recovery:
                 self._protection.outbox.append(Envelope(me, target, message, frames))
 
     def _despair(self, ask: _Ask, now: float) -> None:
-        """What was said of one record may be older than what was said of another: try anew before it is lost."""
+        """What was said of one record may be older than what was said of another: try anew, then it is lost."""
         ask.rounds += 1
         if ask.rounds < _MOST_ROUNDS:
             ask.without, ask.unusable, ask.again = (ask.member,), frozenset(), now + _HOPELESS_SECONDS
@@ -243,7 +245,7 @@ class Recovery:
 
     @staticmethod
     def _agree(ask: _Ask) -> bool:
-        """Whether all syndromes are of one instant: another's row may have been recovered and changed since."""
+        """Whether all syndromes are of one instant: another's row may have come back and changed since."""
         states = [
             [state for m, state in zip(ask.without, answer[0].without, strict=True) if m != ask.member]
             for answer in ask.answers.values()

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, get_args
 
@@ -95,6 +95,7 @@ class Server:
         fresh: whether the job starts from first values, not from a checkpoint.
         saver: who saves its rows; None if nobody does. It may be set later, before the job starts.
         counters: of its transport.
+        measure: tells bytes of memory and seconds of processor time of the process.
 
     Attributes:
         restoring: whether rows are being read from a checkpoint: until then the job does not start.
@@ -110,7 +111,9 @@ class Server:
         fresh: bool = True,
         saver: Saver | None = None,
         counters: Counters | None = None,
+        measure: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
     ) -> None:
+        self._measure = measure
         self.me = me
         self.plan = plan
         self.outbox: list[Envelope] = []
@@ -248,14 +251,15 @@ class Server:
 
     def figures(self) -> Figures:
         """What the live view shows."""
+        memory, seconds = self._measure()
         return Figures(
             steps=self.pushes,
             rows=sum(shard.rows for shard in self.shards),
             malformed=self.malformed + self._counters.malformed,
             bytes_in=self._counters.received_bytes,
             bytes_out=self._counters.sent_bytes,
-            memory_bytes=memory_bytes(),
-            cpu_seconds=(("process", time.process_time()),),
+            memory_bytes=memory,
+            cpu_seconds=(("process", seconds),),
             digest=digest(self.shards) if self.view.phase == "stopping" else "",
         )
 
@@ -273,10 +277,7 @@ class Server:
         elif isinstance(message, Push):
             return self._push(envelope, message), ()
         elif isinstance(message, Commit):
-            if (source, "push", message.sequence) in self._waiting:
-                self._waiting[source, "commit", message.sequence] = envelope
-                return None, ()
-            return self._with_kept(self._ledger.commit(source, message.sequence), source), ()
+            return self._commit(envelope, message), ()
         elif isinstance(message, Install):
             self._install(message, frames)
         elif isinstance(message, Collect) and source.role == "supervisor" and self.saver is not None:
@@ -297,9 +298,8 @@ class Server:
             protection.read(source, message, frames, self._now)
         elif isinstance(message, Recover):
             self.rebuilding.recover(source, message, frames, self._now)
-        elif isinstance(message, Syndromes) and self.recovery is not None:
-            if protection.peer(source.slot) == source:
-                self.recovery.receive(source, message, frames, self._now)
+        elif self.recovery is not None and isinstance(message, Syndromes):
+            self.recovery.receive(source, message, frames, self._now)
         self.rebuilding.finish(self._now)
 
     def _adopt(self, view: View) -> None:
@@ -399,6 +399,13 @@ class Server:
         )
         return self._with_kept(answer, source)
 
+    def _commit(self, envelope: Envelope, message: Commit) -> Pushed | Refused | None:
+        source = envelope.source
+        if (source, "push", message.sequence) in self._waiting:
+            self._waiting[source, "commit", message.sequence] = envelope
+            return None
+        return self._with_kept(self._ledger.commit(source, message.sequence), source)
+
     def _pull(self, envelope: Envelope, message: Pull) -> tuple[Rows | None, Sequence[Frame]]:
         if len(envelope.frames) != len(message.parts):
             raise ValueError("a pull whose frames do not fit its parts")
@@ -460,7 +467,14 @@ def run(assignment: Assignment) -> None:
     _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
     with open_transport(assignment) as transport:
         fresh = plan.resume is None
-        server = Server(assignment.me, plan, transport.endpoint, fresh=fresh, counters=transport.counters)
+        server = Server(
+            assignment.me,
+            plan,
+            transport.endpoint,
+            fresh=fresh,
+            counters=transport.counters,
+            measure=lambda: (memory_bytes(), time.process_time()),
+        )
         if plan.saving is not None:
             # Behind its back, so that it gives signs of life meanwhile: reading may take minutes.
             server.restoring = True

@@ -39,7 +39,7 @@ def plan_of(seed: int, rows: int = ROWS) -> JobPlan:
 
 
 def protected_plan_of(seed: int, rows: int = ROWS) -> JobPlan:
-    """The same, with codes: one to three parities, more servers than a stripe has records, or just as many."""
+    """The same, with codes: one to three parities, as many servers as a stripe has records, or more."""
     k, r = ((2, 1), (4, 1), (1, 1), (2, 2), (3, 1), (3, 2), (1, 2), (2, 3))[seed % 8]
     return counting_plan(
         servers=k + r + (0, 1, 3)[seed // 8 % 3],

@@ -100,7 +100,7 @@ class GroupShard:
         self._checked(places, self._seen if once else _NO_BITS)
 
     def push(self, places: Places, gradients: Floats) -> None:
-        """Update these rows, all different, by their gradients [places, dim], through the plan's optimizer."""
+        """Update these rows, all different, by their gradients [places, dim]."""
         gradients = self._shaped(gradients, np.float32, len(places), self.plan.dim, "gradients")
         places = self._checked(places, self._seen)
         changes = self.changes.for_update(len(places))
@@ -131,8 +131,10 @@ class GroupShard:
         return self.records[self._checked(places, _NO_BITS)]
 
     def write(self, places: Places, records: Records) -> None:
-        """Put whole records in place, [places, words], and mark them. ``changes`` does not hear of it: they are
-        what others know already."""
+        """Put whole records in place, [places, words], and mark them.
+
+        ``changes`` does not hear of it: they are what others know already.
+        """
         records = self._shaped(records, np.uint32, len(places), self.plan.words, "records")
         places = self._checked(places, self._seen)
         self.records[places] = records
