@@ -192,7 +192,7 @@ class Recovery:
                 self._protection.outbox.append(Envelope(me, target, message, frames))
 
     def _despair(self, ask: _Ask, now: float) -> None:
-        """What was said of one record may be older than what was said of another: try anew, then it is lost."""
+        """What was said of one record may be older than what was said of another: try anew before that."""
         ask.rounds += 1
         if ask.rounds < _MOST_ROUNDS:
             ask.without, ask.unusable, ask.again = (ask.member,), frozenset(), now + _HOPELESS_SECONDS
