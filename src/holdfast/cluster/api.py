@@ -27,7 +27,7 @@ from holdfast.cluster.progress import JobProgress, Reports
 from holdfast.cluster.transport.address import listen_address
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataLoss
 from holdfast.events import EventLog
 from holdfast.options import Kill, NoProtection, Protection
 from holdfast.recipe import Recipe, recipe_of
@@ -36,6 +36,8 @@ from holdfast.training.session import make_folder, tensorboard
 
 TEST_SAMPLES = 100_000
 """Of a ``Synthetic`` reader's test part, if none is given."""
+
+_MOST_RESTARTS = 10  # from checkpoints, when more was lost than the code covers
 
 Made = object | str | tuple[str, Mapping[str, Any]]
 """A model or reader of Holdfast's, an import path "package.module:callable", or one with arguments."""
@@ -136,8 +138,9 @@ class Job:
         """Train, test and end; afterwards no process is left, whatever happened.
 
         The first Ctrl-C (or SIGTERM) lets workers finish their batch, tests, and returns; a second one ends
-        all at once. Raises ``ServerLost`` when a server is gone, ``WorkerFailed`` when a worker cannot do
-        its part.
+        all at once. Raises ``ServerLost`` when a server is gone and nothing protects its rows, ``DataLoss``
+        when more are gone than the code covers and there is no checkpoint to go back to, ``WorkerFailed``
+        when a worker cannot do its part.
 
         Args:
             on_status: called a few times a second with where the job stands.
@@ -177,14 +180,28 @@ class Job:
         config, job = self.config, self.config.job
         keys = load_keys(job.keys) if job.keys else None
         listen_address(job.bind, encrypted=keys is not None)  # what is refused is said here, not in a log
-        with LocalLauncher(folder, environment=_environment()) as engine:
-            # They load what they need while the plan is made.
-            for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
-                for _ in range(count):
-                    engine.warm(role)
-            plan = plan_job(config)
-            runner = Runner(plan, engine, folder, events, job.bind, job.keys or "", job.kills)
-            return runner.run(on_status, stop_requested)
+        kills = job.kills
+        lost: tuple[str, ...] = ()
+        while True:
+            with LocalLauncher(folder, environment=_environment()) as engine:
+                # They load what they need while the plan is made.
+                for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
+                    for _ in range(count):
+                        engine.warm(role)
+                plan = plan_job(config)
+                if lost:
+                    if plan.resume is None:
+                        raise DataLoss(lost[-1])
+                    events.emit("job_restored", version=plan.resume.version, step=plan.resume.steps)
+                runner = Runner(plan, engine, folder, events, job.bind, job.keys or "", kills)
+                try:
+                    return replace(runner.run(on_status, stop_requested), losses=lost)
+                except DataLoss as error:
+                    if config.checkpoint is None or len(lost) >= _MOST_RESTARTS:
+                        raise
+                    # The second line of defence: all over again from the last checkpoint.
+                    lost, kills = (*lost, str(error)), runner.kills_left
+                    events.emit("data_lost", message=str(error))
 
 
 def _checked(config: Config) -> Config:

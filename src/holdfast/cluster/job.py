@@ -78,6 +78,9 @@ class JobResult:
     """Checkpoints that were saved."""
     save_errors: tuple[str, ...] = ()
     """Why others could not be: the job went on without them."""
+    losses: tuple[str, ...] = ()
+    """What was lost each time that more servers died than the code covers, and the job went back to its last
+    checkpoint."""
 
     @property
     def auc(self) -> float:
@@ -196,6 +199,8 @@ class Runner:
     keys: str = ""
     kills: Sequence[Kill] = ()
     faults: dict[int, Sequence[str]] = field(default_factory=dict)
+    kills_left: tuple[Kill, ...] = field(default=(), init=False)
+    """Those of ``kills`` whose time had not come when the job ended."""
     _happened: list[Happening] = field(default_factory=list, init=False)
     """What this process itself has seen happen."""
 
@@ -231,6 +236,7 @@ class Runner:
             bind=self.bind,
             keys=self.keys,
         )
+        (self.folder / STATE_FILE).unlink(missing_ok=True)  # of a job that was here before
         self.engine.start(template)
         endpoint = self._wait_for_supervisor()
         template = msgspec.structs.replace(template, supervisor=endpoint)
@@ -269,6 +275,7 @@ class Runner:
     ) -> JobResult:
         clock = _Clock(self.plan.resume.samples if self.plan.resume else 0)
         kills = list(self.kills)
+        self.kills_left = tuple(kills)
         seen: Status | None = None
         finished_at = None
         while True:
@@ -303,6 +310,7 @@ class Runner:
         """Kill those whose time has come, and strike them off the list."""
         for kill in [k for k in kills if status.steps >= k.step and not status.finished]:
             kills.remove(kill)
+            self.kills_left = tuple(kills)
             self._say("killed", role=kill.role, slot=kill.slot, step=status.steps)
             launcher.kill(kill.role, kill.slot)
 

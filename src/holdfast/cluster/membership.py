@@ -390,7 +390,7 @@ class Supervisor:
             return
         redundancy = beat.redundancy
         if redundancy.lost:
-            text = f"took over, but {redundancy.lost:,} rows could not be recovered"
+            text = f"took over, but could not recover {redundancy.lost}"
             self._fail(Failure("lost", server.peer, text))
         elif redundancy.rows:
             server.recovering = True

@@ -260,7 +260,7 @@ class Redundancy(Struct, frozen=True, array_like=True):
     parities: int = 0
     """Parity records that it lacks, and how many it rebuilt."""
     rebuilt: int = 0
-    lost: int = 0
+    lost: str = ""
     """Rows that cannot be recovered."""
     scrubbed: int = 0
     """Stripes that were checked, found wrong, and put right."""

@@ -27,6 +27,7 @@ _AGAIN_SECONDS = 0.5
 _HOPELESS_SECONDS = 0.5
 _MOST_ROUNDS = 3
 _MOST_SCANS = 2
+_MOST_NAMED = 5
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Recovery:
 
     def __init__(self, plan: JobPlan, shards: Sequence[GroupShard], protection: Protection) -> None:
         self.recovered = 0
-        self.lost = 0
+        self._lost: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
         self.hurry = False
         """Whether nobody trains meanwhile."""
         self.on_rows: Callable[[], None] = lambda: None
@@ -89,6 +90,16 @@ class Recovery:
     def left(self) -> int:
         """How many rows are lacking."""
         return sum(self._left.values())
+
+    def lost(self) -> str:
+        """Which rows cannot be recovered; empty: none."""
+        texts = []
+        for group, found in self._lost.items():
+            rows = np.sort(np.concatenate(found))
+            some = ", ".join(str(row) for row in rows[:_MOST_NAMED])
+            more = ", …" if len(rows) > _MOST_NAMED else ""
+            texts.append(f"{len(rows):,} rows of {self._plan.groups[group].name} ({some}{more})")
+        return "; ".join(texts)
 
     def lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these records are lacking."""
@@ -198,7 +209,8 @@ class Recovery:
             ask.without, ask.unusable, ask.again = (ask.member,), frozenset(), now + _HOPELESS_SECONDS
             self._later.append(ask)
         else:
-            self.lost += len(ask.blocks)
+            places = ask.blocks * self._plan.placements[ask.group].k + ask.member
+            self._lost[ask.group].append(self._shards[ask.group].rows_of(places))
 
     def _solve(self, ask: _Ask, now: float) -> None:
         """All parity servers have answered."""

@@ -226,8 +226,8 @@ class Server:
     def _news(self) -> tuple[object, ...]:
         """What the supervisor is to hear of at once."""
         recovery = self.recovery
-        left = recovery is not None and recovery.left > 0, recovery.lost if recovery else 0
-        return self.restoring, self._saved(), left
+        left = recovery is not None and recovery.left > 0
+        return self.restoring, self._saved(), left, recovery.lost() if recovery else ""
 
     def marks(self) -> tuple[WorkerMark, ...]:
         """Where every worker stands."""
@@ -243,7 +243,7 @@ class Server:
             recovered=recovery.recovered if recovery else 0,
             parities=rebuilding.lacking(),
             rebuilt=rebuilding.rebuilt,
-            lost=recovery.lost if recovery else 0,
+            lost=recovery.lost() if recovery else "",
             scrubbed=rebuilding.scrubbed,
             wrong=rebuilding.wrong,
             repaired=rebuilding.repaired,

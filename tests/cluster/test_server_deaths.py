@@ -1,0 +1,167 @@
+"""Real servers that are killed in the midst of training (holes 15, 16, 17, 22)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.cluster.job import JobResult, Runner
+from holdfast.cluster.launch.local import LocalLauncher
+from holdfast.cluster.messages import Peer, Status
+from holdfast.cluster.plan import JobPlan, Timing
+from holdfast.cluster.planning import plan_job
+from holdfast.events import EventLog, read_events
+from holdfast.training.config import load
+from tests.cluster.test_kills import counted, expected
+
+COUNTING = [
+    "model=tests.cluster.counting:Counting",
+    "data.build=tests.cluster.counting:Numbered",
+    "optimizer.name=sgd",
+    "optimizer.lr=1.0",
+    "batch_size=8",
+]
+
+
+def plan_of(folder: Path, batches: int, servers: int, protection: str) -> JobPlan:
+    values = [
+        *COUNTING,
+        f"data.arguments={{batches: {batches}}}",
+        f"checkpoint.path={folder / 'store'}",
+        f"job.servers={servers}",
+        f"job.protection={protection}",
+    ]
+    return plan_job(load(None, values), timing=Timing(silent_seconds=30.0, retry_seconds=0.3))
+
+
+class Killer:
+    """Kills servers when the job has come so far; the next ones when the last are whole again."""
+
+    def __init__(self, engine: LocalLauncher, turns: list[tuple[int, ...]], every: int) -> None:
+        self._engine = engine
+        self._turns = turns
+        self._every = every
+        self._next = every
+        self.killed = 0
+
+    def __call__(self, status: Status) -> None:
+        whole = all(node.state == "ready" for node in status.nodes if node.peer.role == "server")
+        if not self._turns or status.steps < self._next or not whole:
+            return
+        self._next = status.steps + self._every
+        current = {p.slot: p for p in self._engine.pids() if p.role == "server"}
+        for slot in self._turns.pop(0):
+            self.killed += 1
+            self._engine.signal(current[slot], signal.SIGKILL)
+
+
+def run(plan: JobPlan, folder: Path, engine: LocalLauncher, on_status: Callable[[Status], None]) -> JobResult:
+    with EventLog(folder) as events:
+        return Runner(plan, engine, folder, events).run(on_status)
+
+
+@pytest.mark.parametrize(
+    ("servers", "protection", "turns"),
+    [
+        (4, "{kind: erasure-code, k: 2, r: 1, atomic: true}", [(1,), (1,)]),
+        (3, "{kind: erasure-code, k: 2, r: 1, atomic: false, dense: workers}", [(0,), (2,)]),
+        (4, "{kind: erasure-code, k: 2, r: 2}", [(0, 1), (2, 3)]),
+        (3, "{kind: replication, copies: 2}", [(2,), (0,)]),
+    ],
+    ids=["2+1", "as ECRM", "two at once", "copies"],
+)
+def test_nothing_is_lost(tmp_path: Path, servers: int, protection: str, turns: list[tuple[int, ...]]) -> None:
+    batches = 500
+    plan = plan_of(tmp_path, batches, servers, protection)
+    engine = LocalLauncher(tmp_path)
+    killer = Killer(engine, list(turns), every=80)
+    result = run(plan, tmp_path, engine, killer)
+    assert killer.killed == sum(len(turn) for turn in turns)
+    assert (result.steps, result.samples) == (batches, 8 * batches)
+    assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))
+    recovered = [e for e in read_events(tmp_path) if e["event"] == "server_recovered"]
+    assert len(recovered) >= killer.killed
+    assert all(e["rows"] > 0 for e in recovered)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path, optimizer: str) -> None:
+    """A job with one worker that uses no stale rows gives the same bits, whether a server dies or not."""
+    values = [
+        "data.samples=40000", "data.max_rows=2000", "batch_size=128", f"optimizer.name={optimizer}",
+        "job.servers=3", "job.workers=1", "job.staleness=0", "job.protection={kind: erasure-code, k: 2}",
+        "data.test_samples=256", "max_steps=240",
+    ]  # fmt: skip
+    records = []
+    for turns in ([], [(1,), (2,)]):
+        folder = tmp_path / str(len(turns))
+        folder.mkdir()
+        engine = LocalLauncher(folder)
+        killer = Killer(engine, turns, every=60)
+        result = run(plan_job(load(None, values)), folder, engine, killer)
+        records.append(result.records)
+        assert killer.killed == (2 if folder.name == "2" else 0)
+    assert records[0] == records[1] != ""
+
+
+def test_more_deaths_than_the_code_covers(tmp_path: Path) -> None:
+    """Hole 17: said, never guessed; with a checkpoint the job goes back to it, and every batch counts once."""
+    batches = 1500
+    settings = [
+        *COUNTING,
+        f"data.arguments={{batches: {batches}}}",
+        "job.servers=4",
+        "job.protection={kind: erasure-code, k: 2, r: 1}",
+        "job.kill=['server:1@step:300', 'server:2@step:300', 'server:3@step:300']",
+    ]
+    with pytest.raises(hf.DataLoss, match=r"more servers have died than a code of 2 \+ 1 covers"):
+        hf.Job.from_config(load(None, [*settings, f"run={tmp_path / 'one'}"])).run()
+    saved = [*settings, f"checkpoint.path={tmp_path / 'store'}", "checkpoint.every_steps=100"]
+    config = load(None, [*saved, f"run={tmp_path / 'two'}"])
+    result = hf.Job.from_config(config).run()
+    assert len(result.losses) == 1
+    assert result.steps == batches
+    assert np.array_equal(counted(plan_job(config), tmp_path / "store"), expected(batches))
+    events = [e["event"] for e in read_events(tmp_path / "two")]
+    assert events.index("data_lost") < events.index("job_restored")
+
+
+def test_a_server_that_was_stopped_and_wakes_up_replaced(tmp_path: Path) -> None:
+    """Hole 15: nothing that it does then counts."""
+    batches = 1500
+    values = [
+        *COUNTING,
+        f"data.arguments={{batches: {batches}}}",
+        f"checkpoint.path={tmp_path / 'store'}",
+        "job.servers=3",
+        "job.protection={kind: erasure-code, k: 2}",
+    ]
+    plan = plan_job(load(None, values), timing=Timing(silent_seconds=3.0, retry_seconds=0.3))
+    engine = _Forgiving(tmp_path)
+    stopped: list[Peer] = []
+
+    def on_status(status: Status) -> None:
+        if not stopped and status.steps > 100:
+            stopped.append(Peer("server", 1, 1))
+            engine.signal(stopped[0], signal.SIGSTOP)
+        elif stopped and any(n.peer == Peer("server", 1, 2) and n.state == "ready" for n in status.nodes):
+            engine.signal(stopped[0], signal.SIGCONT)
+
+    result = run(plan, tmp_path, engine, on_status)
+    assert stopped
+    assert result.steps == batches
+    assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))
+    assert "server_recovered" in [e["event"] for e in read_events(tmp_path)]
+
+
+class _Forgiving(LocalLauncher):
+    """Does not kill those who are replaced."""
+
+    def signal(self, peer: Peer, number: int) -> None:
+        if number != signal.SIGKILL:
+            super().signal(peer, number)

@@ -1,0 +1,236 @@
+"""Whole jobs on virtual time whose servers die and come back (holes 7 to 11, 13, 15, 16, 18 to 20, 22)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from holdfast.cluster import calls, lanes, membership, parity, protection, rebuilding, server, transaction
+from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate
+from holdfast.tables import changes
+
+SEEDS = range(64)
+
+
+def test_nothing_is_lost_whatever_fails() -> None:
+    """Invariants 1 to 6 of the protocol."""
+    faults: Counter[str] = Counter()
+    for seed in SEEDS:
+        outcome = simulate(seed, protected=True)
+        assert outcome.finished, (seed, outcome.violations)
+        assert outcome.violations == [], seed
+        faults += outcome.faults
+    assert all(faults[kind] > 5 for kind in SERVER_KINDS), faults
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(20))
+def test_thousands_of_schedules(part: int) -> None:
+    for seed in range(part * 500, (part + 1) * 500):
+        outcome = simulate(seed, protected=True)
+        assert outcome.finished, (seed, outcome.violations)
+        assert outcome.violations == [], seed
+
+
+def test_shapes_of_jobs_differ() -> None:
+    plans = [protected_plan_of(seed) for seed in SEEDS]
+    assert {(p.k, p.r) for p in plans} == {(2, 1), (4, 1), (1, 1), (2, 2), (3, 1), (3, 2), (1, 2), (2, 3)}
+    assert {p.servers - p.k - p.r for p in plans} == {0, 1, 3}
+    assert {p.atomic for p in plans} == {True, False}
+
+
+def first_caught(seeds: Sequence[int]) -> int | None:
+    """The first seed that shows something wrong."""
+    for seed in seeds:
+        try:
+            outcome = simulate(seed, protected=True, most_seconds=60.0)
+        except (AssertionError, IndexError):
+            return seed
+        if outcome.violations:
+            return seed
+    return None
+
+
+# Each takes one guard out. What it says is what then happens.
+
+
+def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
+    """Parity servers of a dead owner keep what the others have not got."""
+    patch.setattr(protection.Protection, "_undo", lambda self, slot, cut: None)
+
+
+def the_most_counts(patch: pytest.MonkeyPatch) -> None:
+    """The furthest parity server decides how much of a dead owner's work counts."""
+    original = membership.Supervisor._settle_server
+
+    def settle(self: Any, member: Any) -> None:
+        beats = [other.beat for other in self.servers if other.beat is not None]
+        states = [s for beat in beats for s in beat.lanes if s.slot == member.slot]
+        most = max((s.now for s in states), key=lambda instant: instant.batch, default=None)
+        for other in self.servers:
+            if other.beat is not None:
+                said = tuple(replace(s, now=most) if s in states else s for s in other.beat.lanes)
+                other.beat = replace(other.beat, lanes=said)
+        original(self, member)
+
+    patch.setattr(membership.Supervisor, "_settle_server", settle)
+
+
+def kept_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A push is said to be kept before parity servers have it."""
+
+    def kept(self: Any, worker: int) -> int:
+        return int(self._marks()[worker].sequence)
+
+    patch.setattr(protection.Protection, "kept", kept)
+
+
+def lanes_repeat(patch: pytest.MonkeyPatch) -> None:
+    """A change that arrives twice is applied twice."""
+    original = protection.Protection.take
+
+    def take(self: Any, source: Any, message: Any, frames: Any) -> None:
+        lane = self._in.get(source.slot)
+        if lane is not None and message.number == lane.number:
+            lane.number -= 1
+        original(self, source, message, frames)
+
+    patch.setattr(protection.Protection, "take", take)
+
+
+def lanes_have_gaps(patch: pytest.MonkeyPatch) -> None:
+    """A change that was lost is not missed."""
+    original = protection.Protection.take
+
+    def take(self: Any, source: Any, message: Any, frames: Any) -> None:
+        lane = self._in.get(source.slot)
+        if lane is not None and message.number > lane.number:
+            lane.number = message.number - 1
+        original(self, source, message, frames)
+
+    patch.setattr(protection.Protection, "take", take)
+
+
+def values_run_ahead(patch: pytest.MonkeyPatch) -> None:
+    """A record is read as it is, not as parity servers know it."""
+    patch.setattr(changes.Changes, "told", lambda self, places: self._records[places])
+
+
+def sums_stand_still(patch: pytest.MonkeyPatch) -> None:
+    """Changes go to parities, but not to sums that contain the member."""
+    patch.setattr(rebuilding.Rebuilding, "note_change", lambda self, part, blocks, differences: None)
+
+
+def rows_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    """A row is used before it has come back."""
+    patch.setattr(server.Server, "_waits", lambda self, *arguments: False)
+
+
+def replacements_forget_pushes(patch: pytest.MonkeyPatch) -> None:
+    """A replacement does not know what its predecessor had applied."""
+    patch.setattr(transaction.PushLedger, "restore", lambda self, marks: None)
+
+
+def workers_forget_pushes(patch: pytest.MonkeyPatch) -> None:
+    """A worker does not push again to a replacement what was not kept."""
+    original = calls.Calls.adopt
+
+    def adopt(self: Any, servers: Any) -> None:
+        kept, self._pushes = self._pushes, type(self._pushes)(c for c in self._pushes if not c.done)
+        original(self, servers)
+        self._pushes = kept
+
+    patch.setattr(calls.Calls, "adopt", adopt)
+
+
+def workers_start_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A dead worker's successor goes on behind pushes that are not kept."""
+    original = server.Server.marks
+
+    def marks(self: Any) -> Any:
+        return tuple(_with_kept(mark) for mark in original(self))
+
+    patch.setattr(server.Server, "marks", marks)
+
+
+def _with_kept(mark: Any) -> Any:
+    return replace(mark, kept=mark.sequence)
+
+
+def servers_start_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A replacement starts before the others refuse the old one."""
+    patch.setattr(membership.Supervisor, "_others_follow", lambda self, server: True)
+
+
+def new_lanes_are_trusted(patch: pytest.MonkeyPatch) -> None:
+    """A parity server that was replaced says that its owner had done nothing."""
+    original = lanes.InLane.__init__
+
+    def init(self: Any, source: Any, known: bool, *rest: Any, **more: Any) -> None:
+        original(self, source, True, *rest, **more)
+
+    patch.setattr(lanes.InLane, "__init__", init)
+
+
+def first_values_come_late(patch: pytest.MonkeyPatch) -> None:
+    """Rows are updated before they have their first values."""
+    original = server.Server._push
+
+    def push(self: Any, envelope: Any, message: Any) -> Any:
+        for shard in self.shards:
+            before, shard.installed = shard.installed, True
+            shard.was_installed = before
+        answer = original(self, envelope, message)
+        for shard in self.shards:
+            shard.installed = shard.was_installed
+        return answer
+
+    patch.setattr(server.Server, "_push", push)
+
+
+def parities_change_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Changes go to parities that do not contain the member yet."""
+
+    def change(self: Any, t: int, member: int, blocks: Any, differences: Any) -> None:
+        places = self._places(t, blocks)
+        self.code.update(self.records, places, t, member, parity.read_only(differences))
+
+    patch.setattr(parity.ParityShard, "change", change)
+
+
+def the_dead_are_saved(patch: pytest.MonkeyPatch) -> None:
+    """A cut goes on although a server that has copied its rows for it is gone."""
+    patch.setattr(membership.Supervisor, "_give_up_cut", lambda self: None)
+    patch.setattr(membership.Supervisor, "_is_whole", lambda self, server: True)
+
+
+GUARDS = (
+    nothing_is_undone,
+    the_most_counts,
+    kept_at_once,
+    lanes_repeat,
+    lanes_have_gaps,
+    values_run_ahead,
+    sums_stand_still,
+    rows_do_not_wait,
+    replacements_forget_pushes,
+    workers_forget_pushes,
+    workers_start_too_early,
+    servers_start_too_early,
+    new_lanes_are_trusted,
+    first_values_come_late,
+    parities_change_too_early,
+    the_dead_are_saved,
+)
+
+
+@pytest.mark.parametrize("take_out", GUARDS, ids=lambda guard: guard.__name__)
+def test_every_guard_is_needed(monkeypatch: pytest.MonkeyPatch, take_out: Any) -> None:
+    take_out(monkeypatch)
+    with np.errstate(all="ignore"):
+        assert first_caught(range(120)) is not None
