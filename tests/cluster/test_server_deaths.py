@@ -98,7 +98,8 @@ def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path, optimizer: str) 
         "data.test_samples=256", "max_steps=240",
     ]  # fmt: skip
     records = []
-    for turns in ([], [(1,), (2,)]):
+    plans: list[list[tuple[int, ...]]] = [[], [(1,), (2,)]]
+    for turns in plans:
         folder = tmp_path / str(len(turns))
         folder.mkdir()
         engine = LocalLauncher(folder)
@@ -110,7 +111,7 @@ def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path, optimizer: str) 
 
 
 def test_more_deaths_than_the_code_covers(tmp_path: Path) -> None:
-    """Hole 17: said, never guessed; with a checkpoint the job goes back to it, and every batch counts once."""
+    """Hole 17: said, never guessed; with a checkpoint the job goes back to it, and batches count once."""
     batches = 1500
     settings = [
         *COUNTING,
