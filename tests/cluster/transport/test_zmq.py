@@ -473,4 +473,4 @@ def test_a_transport_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.Monk
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(OverflowError):
         ZmqTransport(SERVER, JOB, "tcp://127.0.0.1")
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
