@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.testing.s3 import S3Server, running_s3
 from tests import processes
 
 # Before torch is imported: spinning OpenMP threads starve the other processes of a test.
@@ -18,6 +19,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 processes.mark()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with running_s3() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
