@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# One worker per processor; the tests of a file stay together, so that they share what is costly to start.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
 .PHONY: venv demo test lint bench soak clean
 
@@ -22,13 +24,13 @@ lint: venv
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 bench: venv
 	$(BIN)/holdfast bench train --json bench-train.json
 
 soak: venv
-	$(BIN)/python -m pytest -m soak
+	$(PYTEST) -m soak
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

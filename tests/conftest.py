@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.testing.s3 import S3Server, running_s3
+from tests import processes
 
 # Before torch is imported: spinning OpenMP threads starve the other processes of a test.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shell that starts something in the background lets it ignore SIGINT, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+processes.mark()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with running_s3() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    left = processes.left_by(request.node.nodeid, grace_seconds=10.0)
+    for pid in left:  # they shall not trouble the tests that follow
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, "processes of this test still run"

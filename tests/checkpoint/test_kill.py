@@ -52,10 +52,12 @@ def check_after(store: Store, promised: dict[int, int], strategy: int) -> None:
 def kill_at_random(workers: Workers, root: Path, strategy: int, chance: random.Random) -> int:
     pid = workers.start("write", url=str(root), strategy=strategy, policy=POLICY)
     workers.hear("open", pid)
-    time.sleep(chance.random() * 0.06)
+    heard = [workers.hear("saved", pid) for _ in range(chance.randrange(4))]
+    time.sleep(chance.random() * 0.02)
     os.kill(pid, signal.SIGKILL)
     code, said = workers.end(pid)
     assert code == -signal.SIGKILL, said
+    said = heard + said
     with LocalStore(root, create=False, files=QuickFiles()) as store:
         check_after(store, versions(said), strategy)
     return len(versions(said))

@@ -63,16 +63,17 @@ def store_of(order: dict[str, Any]) -> Store:
 
 
 def write(order: dict[str, Any], say: Say) -> None:
-    """Save in a loop, with rounds in the background; says what is durable."""
+    """Save in a loop until SIGTERM, with rounds in the background; says what is durable."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     policy = Policy(strategy=STRATEGIES[order["strategy"]], **order.get("policy", {}))
     with store_of(order) as store, store.lock_writer() as lock:
         stop_at(store, order.get("stop_at_publish"))
         line = Lineage(store, policy)
         say("open")
         waiting: tuple[int, int] | None = None
-        deadline = time.monotonic() + order.get("seconds", 1e9)
         for _ in range(order.get("saves", 10**9)):
-            if time.monotonic() > deadline:
+            if told:
                 break
             lock.renew()
             line.train()
@@ -101,13 +102,17 @@ def stop_at(store: Store, publish: int | None) -> None:
 
 
 def read(order: dict[str, Any], say: Say) -> None:
-    """Restore versions in a loop; says how many were right, and how many were gone by then."""
+    """Restore versions until so many were right and the store has seen so many, for so long at least.
+
+    Says how many were right, and how many were gone by then.
+    """
     chance = random.Random(order["seed"])
-    right = gone = slow = 0
+    right = gone = slow = newest = 0
     with open_store(order["url"], create=False, options=order.get("options")) as store:
-        deadline = time.monotonic() + order["seconds"]
-        while time.monotonic() < deadline:
+        earliest = time.monotonic() + order.get("seconds", 0.0)
+        while right < order["right"] or newest < order["version"] or time.monotonic() < earliest:
             manifest = read_newest(store)
+            newest = manifest.last_version
             if not manifest.versions:
                 continue
             version = chance.choice(manifest.versions)
@@ -146,7 +151,7 @@ def warm_up() -> None:
     with tempfile.TemporaryDirectory() as folder:
         order = {"url": folder, "strategy": 4, "saves": 6}
         write(order, lambda *_, **__: None)
-        read({**order, "seed": 0, "seconds": 0.2}, lambda *_, **__: None)
+        read({**order, "seed": 0, "right": 3, "version": 6}, lambda *_, **__: None)
 
 
 def serve() -> None:

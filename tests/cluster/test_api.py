@@ -229,7 +229,8 @@ class Twin:
         self.model.load_network(ordered)
         return placed, pulled
 
-    def run(self) -> tuple[float, float]:
+    def run(self) -> None:
+        """Train, and test at the end."""
         for batch in self.train:
             placed, pulled = self.look_up(batch)
             _, gradients, network = self.model.train(batch, placed, pulled)
@@ -243,13 +244,24 @@ class Twin:
         for batch in self.test:
             logits.append(self.model.predict(batch, *self.look_up(batch)))
             labels.append(batch.labels)
-        return auc(np.concatenate(logits), np.concatenate(labels)), log_loss(
-            np.concatenate(logits), np.concatenate(labels)
-        )
+        scores = np.concatenate(logits), np.concatenate(labels)
+        self.tested = auc(*scores), log_loss(*scores)
 
     def records(self) -> str:
         digests = "".join(digest(shards) for shards in self.shards)
         return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+
+
+def twin_of(job: hf.Job, servers: int) -> Twin:
+    """What a job makes of its servers, made here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        twin = Twin(job.config, servers)
+        twin.run()
+    finally:
+        torch.set_num_threads(before)
+    return twin
 
 
 def test_one_worker_without_staleness_equals_one_process_bit_for_bit(tmp_path: Path) -> None:
@@ -258,12 +270,6 @@ def test_one_worker_without_staleness_equals_one_process_bit_for_bit(tmp_path: P
         optimizer="adam", run=tmp_path / "r",
     )  # fmt: skip
     result = job.run()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        twin = Twin(job.config, servers=3)
-        expected = twin.run()
-    finally:
-        torch.set_num_threads(before)
-    assert (result.test.auc, result.test.log_loss) == expected
+    twin = twin_of(job, servers=3)
+    assert (result.test.auc, result.test.log_loss) == twin.tested
     assert result.records == twin.records()

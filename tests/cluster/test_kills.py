@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from holdfast.training.config import load
 from tests.cluster.counting import ROWS, rows_of
 
 SERVERS = 2
-PAUSE_SECONDS = 3.0
 
 
 def plan_of(folder: Path, batches: int, *, atomic: bool, silent_seconds: float = 30.0) -> JobPlan:
@@ -109,19 +107,23 @@ class Forgiving(LocalLauncher):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self.asleep: list[Peer] = []
         self.woken: list[Peer] = []
 
     def signal(self, peer: Peer, number: int) -> None:
-        if number != signal.SIGKILL:
+        if number == signal.SIGKILL:
+            self.asleep.append(peer)
+        else:
             super().signal(peer, number)
-            return
-        # When its successor is at work.
-        threading.Timer(PAUSE_SECONDS, self._wake, (peer, self.pids().get(peer))).start()
 
-    def _wake(self, peer: Peer, pid: int | None) -> None:
-        if pid is not None:
-            self.woken.append(peer)
-            super().signal(peer, signal.SIGCONT)
+    def on_status(self, status: Status) -> None:
+        """Wake those whose successor is at work."""
+        working = {node.peer for node in status.nodes if node.state == "working"}
+        for peer in self.asleep:
+            if msgspec.structs.replace(peer, incarnation=peer.incarnation + 1) in working:
+                self.asleep.remove(peer)
+                self.woken.append(peer)
+                self.signal(peer, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_worker_that_was_stopped_and_wakes_up_replaced(tmp_path: Path, atomic:
     batches = 400
     plan = plan_of(tmp_path, batches, atomic=atomic, silent_seconds=4.0)
     engine = Forgiving(tmp_path)
-    result = run(plan, tmp_path, engine, {1: [point]})
+    result = run(plan, tmp_path, engine, {1: [point]}, engine.on_status)
     assert result.steps == batches
     assert result.workers_replaced >= 1
     assert Peer("worker", 1, 1) in engine.woken

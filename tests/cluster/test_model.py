@@ -15,7 +15,8 @@ from holdfast.cluster.model import WorkerModel, network_parts, plan_groups
 from holdfast.coding.placement import Placement
 from holdfast.data.reader import Batch
 from holdfast.errors import ConfigError
-from holdfast.models.presets import Sizes, build
+from holdfast.models.factory import build
+from holdfast.models.presets import Sizes
 from holdfast.models.recommender import Recommender, loss_function, table_dims
 from holdfast.tables.lookup import Placed, Placer
 from holdfast.tables.plan import GroupPlan, OptimizerPlan

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import holdfast as hf
 from holdfast.cli import main
-from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
+from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.checkpoint.test_checkpointer import Run
 
 CKPT = [sys.executable, "-m", "holdfast", "ckpt"]
@@ -76,12 +76,6 @@ def folder(template: Path, tmp_path: Path) -> Path:
     """A folder with a store named "store" in it."""
     shutil.copytree(template, tmp_path / "store")
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[S3Server]:
-    with running_s3() as server:
-        yield server
 
 
 def listing(path: Path) -> dict[str, tuple[int, int, bytes]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,27 +11,12 @@ import pytest
 
 from holdfast.events import read_events
 from holdfast.training.config import load
-
-HOLDFAST = [sys.executable, "-m", "holdfast"]
-SMALL = [
-    f"--set={pair}"
-    for pair in (
-        "model.dim=8", "model.bottom=[16, 8]", "model.top=[16, 1]", "data.test_samples=2000",
-        "data.max_rows=500", "batch_size=128", "threads=1",
-    )
-]  # fmt: skip
-
-
-def holdfast(*arguments: str, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*HOLDFAST, *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
-    )
+from tests.e2e.commands import ENDLESS, HOLDFAST, PATIENCE_SECONDS, SMALL, Terminal, holdfast
 
 
 def test_train_prints_a_summary_and_keeps_its_figures(tmp_path: Path) -> None:
-    done = holdfast(
-        "train", *SMALL, "--set", "data.samples=20000", "--seed", "5", "--run", "here", cwd=tmp_path
-    )
+    more = ["--set=data.samples=20000", "--set=tensorboard=true", "--seed=5", "--run=here"]
+    done = holdfast("train", *SMALL, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "finished after 157 steps, 20,000 samples" in done.stdout
     assert "test AUC 0." in done.stdout
@@ -43,40 +25,36 @@ def test_train_prints_a_summary_and_keeps_its_figures(tmp_path: Path) -> None:
     assert events[0]["event"] == "config"
     assert events[-1]["event"] == "run_finished"
     assert load(tmp_path / "here" / "config.yaml").seed == 5
+    assert list((tmp_path / "here" / "tensorboard").glob("events.out.*"))
 
 
 def test_a_run_can_be_repeated_from_its_folder_bit_for_bit(tmp_path: Path) -> None:
-    holdfast("train", *SMALL, "--set", "data.samples=5000", "--seed", "9", "--run", "a", cwd=tmp_path)
-    again = holdfast("train", "a/config.yaml", "--run", "b", cwd=tmp_path)
+    """And neither overwrites the other's folder, nor does a third that is told to."""
+    assert holdfast("train", *SMALL, "--set=max_steps=40", "--seed=9", cwd=tmp_path).returncode == 0
+    (first,) = (tmp_path / "runs").iterdir()
+    again = holdfast("train", str(first / "config.yaml"), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    weights = [read_events(tmp_path / run)[-1]["weights"] for run in ("a", "b")]
-    assert weights[0] == weights[1]
-
-
-def test_runs_do_not_overwrite_each_other(tmp_path: Path) -> None:
-    for _ in range(2):
-        assert holdfast("train", *SMALL, "--set", "max_steps=2", cwd=tmp_path).returncode == 0
-    assert len(list((tmp_path / "runs").iterdir())) == 2
-    first = holdfast("train", *SMALL, "--set", "max_steps=2", "--run", "x", cwd=tmp_path)
-    second = holdfast("train", *SMALL, "--set", "max_steps=2", "--run", "x", cwd=tmp_path)
-    assert (first.returncode, second.returncode) == (0, 1)
-    assert "x holds an earlier run" in second.stderr
+    one, two = (read_events(run)[-1]["weights"] for run in (tmp_path / "runs").iterdir())
+    assert one == two
+    third = holdfast("train", *SMALL, "--set=max_steps=2", "--run", str(first), cwd=tmp_path)
+    assert third.returncode == 1
+    assert "holds an earlier run" in third.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_cleanly_with_a_summary(tmp_path: Path, number: int, code: int) -> None:
     process = subprocess.Popen(
-        [*HOLDFAST, "train", *SMALL, "--set", "data.samples=100000000", "--run", "r"],
+        [*HOLDFAST, "train", *SMALL, ENDLESS, "--run", "r"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     events = tmp_path / "r" / "events.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (events.exists() and b'"progress"' in events.read_bytes()):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == code, errors
     assert "interrupted after" in output
     assert "test AUC" in output
@@ -85,23 +63,11 @@ def test_a_signal_stops_cleanly_with_a_summary(tmp_path: Path, number: int, code
 
 
 def test_the_live_view_on_a_terminal(tmp_path: Path) -> None:
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [*HOLDFAST, "train", *SMALL, "--set", "data.samples=30000", "--set", "test_every=100"],
-        cwd=tmp_path, stdout=child, stderr=child, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-    )  # fmt: skip
-    os.close(child)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(parent, 65536)
-        except OSError:  # how Linux says that the other end is closed
-            break
-        shown += piece
-    os.close(parent)
-    assert process.wait(timeout=60) == 0
+    data = ["--set", "data.samples=30000", "--set", "test_every=100"]
+    with Terminal("train", *SMALL, *data, cwd=tmp_path, columns=120) as terminal:
+        assert terminal.end() == 0
     for part in (b"loss ", b"test AUC ", b"samples/s", b" left", b"%", b"finished after"):
-        assert part in shown, part
+        assert part in terminal.shown, part
 
 
 @pytest.mark.parametrize(
@@ -111,7 +77,7 @@ def test_the_live_view_on_a_terminal(tmp_path: Path) -> None:
         (["train", "nowhere.yaml"], 1, "nowhere.yaml cannot be read"),
         (["train", "--set", "data.source=criteo", "--set", "data.paths=[none.tsv]"], 1, "none.tsv"),
         (
-            ["train", "--set", "optimizer.name=sgd", "--set", "optimizer.lr=1e30", "--set", "max_steps=30"],
+            ["train", *SMALL, "--set=optimizer.name=sgd", "--set=optimizer.lr=1e30", "--set=max_steps=30"],
             1,
             "lower",
         ),
@@ -141,14 +107,6 @@ def test_bench_without_a_name_lists_all() -> None:
     done = holdfast("bench", cwd=Path.cwd())
     assert done.returncode == 0
     assert "train" in done.stdout
-
-
-def test_tensorboard_files(tmp_path: Path) -> None:
-    done = holdfast(
-        "train", *SMALL, "--set", "max_steps=30", "--set", "tensorboard=true", "--run", "r", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "r" / "tensorboard").glob("events.out.*"))
 
 
 def criteo_lines(count: int) -> list[str]:

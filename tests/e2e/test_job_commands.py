@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.events import read_events
-from tests.e2e.test_commands import HOLDFAST, SMALL, holdfast
+from tests.e2e.commands import ENDLESS, PATIENCE_SECONDS, SMALL, Terminal, holdfast
 
 JOB = [*SMALL, "--servers", "2", "--run", "r"]
 
@@ -30,32 +27,17 @@ def pids(events: list[dict[str, Any]]) -> list[int]:
 def check_none_is_left(folder: Path) -> None:
     found = pids(read_events(folder))
     assert found
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while left := [pid for pid in found if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-
-
-def started(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    """A job that would go on for hours, once it trains."""
-    process = subprocess.Popen(
-        [*HOLDFAST, "train", *JOB, "--set", "data.samples=100000000", *arguments],
-        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    events = cwd / "r" / "events.jsonl"
-    deadline = time.monotonic() + 90
-    while not (events.exists() and b'"progress"' in events.read_bytes()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    return process
 
 
 def test_a_job_learns_what_one_process_learns_though_a_worker_dies(tmp_path: Path) -> None:
     data = ["--set", "data.samples=40000", "--set", "optimizer.lr=0.03"]
     done = holdfast(
         "train", *JOB, *data, "--kill", "worker:1@step:60", "--kill", "server:0@step:99999",
-        cwd=tmp_path, timeout=120,
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for part in (
@@ -82,10 +64,7 @@ def test_a_job_learns_what_one_process_learns_though_a_worker_dies(tmp_path: Pat
 
 
 def test_a_server_that_dies_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
-    done = holdfast(
-        "train", *JOB, "--set", "data.samples=100000000", "--kill", "server:1@step:30",
-        cwd=tmp_path, timeout=120,
-    )  # fmt: skip
+    done = holdfast("train", *JOB, ENDLESS, "--workers", "1", "--kill", "server:1@step:30", cwd=tmp_path)
     assert done.returncode == 1
     said = " ".join(done.stderr.split())
     assert "error: server 1 was killed by signal 9 after " in said
@@ -97,50 +76,34 @@ def test_a_server_that_dies_ends_the_job_with_a_sentence(tmp_path: Path) -> None
     check_none_is_left(tmp_path / "r")
 
 
-def test_ctrl_c_stops_cleanly_and_twice_at_once(tmp_path: Path) -> None:
-    process = started(cwd=tmp_path)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "interrupted after" in output
-    assert "test AUC" in output
+def test_the_live_view_on_a_terminal_and_a_clean_stop(tmp_path: Path) -> None:
+    kill = ["--kill", "worker:1@step:40"]
+    with Terminal("train", *JOB, ENDLESS, *kill, cwd=tmp_path, columns=100) as terminal:
+        terminal.until("worker 1 #2")
+        terminal.until("goes on behind its batch")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 130
+    for part in (
+        "process", "rows held", "supervisor", "server 1", "pushes/s", "samples/s", "MB", "loss ",
+        "was killed by signal 9", "interrupted after", "test AUC",
+    ):  # fmt: skip
+        assert part.encode() in terminal.shown, part
     last = read_events(tmp_path / "r")[-1]
     assert (last["event"], last["interrupted"], last["signal"]) == ("run_finished", True, signal.SIGINT)
-    assert last["steps"] > 0
+    assert last["steps"] > 40
     check_none_is_left(tmp_path / "r")
 
-    # A test part that takes long: the second signal does not wait for it.
-    (tmp_path / "again").mkdir()
-    process = started("--set", "data.test_samples=50000000", cwd=tmp_path / "again")
-    process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    assert process.returncode == 130
-    check_none_is_left(tmp_path / "again" / "r")
 
-
-def test_the_live_view_on_a_terminal(tmp_path: Path) -> None:
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [*HOLDFAST, "train", *JOB, "--set", "data.samples=20000", "--kill", "worker:1@step:40"],
-        cwd=tmp_path, stdout=child, stderr=child, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
-    )  # fmt: skip
-    os.close(child)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(parent, 65536)
-        except OSError:  # how Linux says that the other end is closed
-            break
-        shown += piece
-    os.close(parent)
-    assert process.wait(timeout=60) == 0
-    for part in (
-        "process", "rows held", "supervisor", "server 1", "worker 1 #2", "pushes/s", "samples/s", "MB",
-        "loss ", "was killed by signal 9", "finished after 157 steps",
-    ):  # fmt: skip
-        assert part.encode() in shown, part
+def test_a_second_signal_does_not_wait_for_the_test_part(tmp_path: Path) -> None:
+    long = "--set=data.test_samples=50000000"
+    with Terminal("train", *JOB, ENDLESS, long, cwd=tmp_path, columns=100) as terminal:
+        terminal.until("loss ")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until("done")  # of the two workers one tests
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 130
+    assert b"interrupted after" not in terminal.shown
+    check_none_is_left(tmp_path / "r")
 
 
 def test_a_kill_without_processes_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from holdfast.models.deepfm import DeepFM
 from holdfast.models.dlrm import DLRM
+from holdfast.models.factory import build
 from holdfast.models.pnn import PNN
-from holdfast.models.presets import PRESETS, build
+from holdfast.models.presets import PRESETS
 from holdfast.models.recommender import Recommender
 
 SAMPLES, DENSE, TABLES, DIM = 5, 3, 4, 6

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.models.presets import Sizes, build
+from holdfast.models.factory import build
+from holdfast.models.presets import Sizes
 from holdfast.models.recommender import Recommender
 from holdfast.training.config import OptimizerConfig
 from holdfast.training.optimizers import RowMomentum, RowWiseAdagrad, build_optimizers

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from holdfast.bench import server_start
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
 from holdfast.bench.train import PlainLoop
 from holdfast.cluster.job import Runner
@@ -42,12 +43,14 @@ PARTS = ("pull", "compute", "push", "transport", "server")
 
 
 def run(report: Report) -> None:
-    """Both presets against plain PyTorch; then numbers of servers and sizes of tables; then accuracy."""
+    """The start of a server; both presets against plain PyTorch; then shapes of jobs; then accuracy."""
     rounds, seconds = (3, 4.0) if report.quick else (7, 6.0)
     report.settings.update(
         batch_size=BATCH, max_rows=MAX_ROWS, rounds=rounds, window_seconds=seconds, optimizer="adagrad",
         servers=4, workers=WORKERS,
     )  # fmt: skip
+    plan = plan_job(_config("kaggle"), servers=4, workers=WORKERS)
+    server_start.measure(report, plan, rounds=2 * rounds)
     for preset in ("kaggle", "terabyte"):
         _compare(report, preset, rounds, seconds)
     _cpu_of_shapes(report, rounds, seconds)

@@ -45,6 +45,8 @@ _START_SECONDS = 60.0
 _MOST_SUPERVISORS = 10
 _LAST_WORDS_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
+_SPARE_AFTER_SECONDS = 5.0
+"""Until then those that start need the processors themselves, and a short job is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ class Launcher:
         self._template = template
         self._current: dict[tuple[str, int], Peer] = {}
         self._supervisors = 0
-        self._spares = False
+        self._spares_at: dict[Role, float] | None = None
+        self._now = 0.0
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take a view or a report."""
@@ -123,17 +126,22 @@ class Launcher:
                 self.start(Peer("worker", worker.slot, worker.incarnation))
             for server in message.servers:
                 self.start(Peer("server", server.slot, server.incarnation))
-            self._keep_spares()
 
     def _keep_spares(self) -> None:
         """Have one process of each kind wait, its imports behind it, for whoever dies next."""
-        if self.view.phase == "running" and not self._spares:
-            self._spares = True
-            for role in ("server", "worker"):
-                self._engine.warm(role)
+        if self._spares_at is None:
+            if self.view.phase != "running":
+                return
+            at = self._now + _SPARE_AFTER_SECONDS
+            self._spares_at = {"server": at, "worker": at}
+        for role in [role for role, at in self._spares_at.items() if self._now >= at]:
+            del self._spares_at[role]
+            self._engine.warm(role)
 
     def tick(self, now: float) -> None:
         """Say what has ended, again and again, and start the supervisor again if it is among it."""
+        self._now = now
+        self._keep_spares()
         for peer, code in self._engine.exited():
             if peer.role == "supervisor" and self.view.phase != "stopping":
                 self._supervisors += 1
@@ -161,8 +169,8 @@ class Launcher:
         self._current[key] = peer
         self._engine.start(self._assignment(peer))
         self.started.append(peer)
-        if old is not None:
-            self._engine.warm(peer.role)
+        if old is not None and self._spares_at is not None:
+            self._spares_at.setdefault(peer.role, self._now + _SPARE_AFTER_SECONDS)
 
     def kill(self, role: Role, slot: int) -> None:
         """kill -9 whoever fills a slot."""

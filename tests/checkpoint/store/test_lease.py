@@ -122,10 +122,10 @@ def test_it_is_renewed_in_the_background_also_after_a_failure(shared: MemoryObje
     lease = Lease(shared, "s3://b", 0.1)
     with shared.written:
         shared.is_out_of_reach = True
-        assert shared.written.wait(10)
+        assert shared.written.wait(60)
         shared.is_out_of_reach = False
         reached = shared.version
-        assert shared.written.wait_for(lambda: shared.version > reached + 1, 10)
+        assert shared.written.wait_for(lambda: shared.version > reached + 1, 60)
     lease.release()
     assert not lease._renewer.is_alive()
     assert shared.content is not None

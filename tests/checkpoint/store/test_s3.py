@@ -23,7 +23,7 @@ from holdfast.testing.stores import content_of, names_in
 from tests.checkpoint.workers import wait_until_stopped
 
 MIB = 1024 * 1024
-IMPATIENT = {"max_retries": 2, "retry_seconds": 2.0, "request_seconds": 2.0}
+IMPATIENT = {"max_retries": 2, "retry_seconds": 20.0, "request_seconds": 20.0}
 _places = itertools.count()
 
 
@@ -100,7 +100,8 @@ class TestLostConnection:
             assert reader.read() == bytes(1000)
 
     def test_a_server_that_hangs(self, s3_server: S3Server, store: Store, url: str) -> None:
-        with open_store(url, create=True, options=s3_server.options(**IMPATIENT)) as impatient:
+        hurried = s3_server.options(max_retries=2, retry_seconds=2.0, request_seconds=2.0)
+        with open_store(url, create=True, options=hurried) as impatient:
             os.kill(s3_server.pid, signal.SIGSTOP)
             try:
                 wait_until_stopped(s3_server.pid)  # a busy machine is not quick to stop all of its threads

@@ -39,7 +39,7 @@ def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
         yield made
 
 
-def until(done: Callable[[], Any], seconds: float = 20.0) -> Any:
+def until(done: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := done()):
         assert time.monotonic() < deadline
@@ -150,7 +150,7 @@ def test_closing_ends_all(launcher: LocalLauncher, tmp_path: Path) -> None:
     launcher.signal(stopped, signal.SIGSTOP)
     assert all(is_alive(pid) for pid in pids)
     launcher.close(0.3)
-    until(lambda: not any(is_alive(pid) for pid in pids), 2.0)
+    until(lambda: not any(is_alive(pid) for pid in pids))
     launcher.close()
 
 
@@ -170,7 +170,7 @@ def test_the_end_of_input_ends_a_process(tmp_path: Path) -> None:
             if line:
                 assert child.stdout.readline().startswith(b"I am server 2")
             child.stdin.close()
-            assert child.wait(10) == 0
+            assert child.wait(60) == 0
 
 
 def _line(**training: Any) -> bytes:
@@ -202,7 +202,7 @@ def test_what_is_no_assignment(arguments: list[str], line: bytes, says: str) -> 
             child.stdin.write(line)
             child.stdin.flush()
         output = child.stdout.read().decode()
-        assert child.wait(10) == 1
+        assert child.wait(60) == 1
     assert says in output
 
 
@@ -270,7 +270,7 @@ def test_no_orphans_when_the_parent_is_killed(tmp_path: Path) -> None:
         os.kill(pids[1], signal.SIGSTOP)
         parent.kill()
         parent.wait()
-        until(lambda: not any(is_alive(pid) for pid in pids), 5.0)
+        until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_an_interrupt_at_the_terminal_reaches_only_the_parent(tmp_path: Path) -> None:

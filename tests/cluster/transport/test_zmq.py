@@ -42,7 +42,7 @@ def pair(bind: str = "tcp://127.0.0.1", **options: Any) -> Iterator[tuple[ZmqTra
         yield server, worker
 
 
-def until(done: Callable[[], bool], *transports: ZmqTransport, seconds: float = 10.0) -> list[Envelope]:
+def until(done: Callable[[], bool], *transports: ZmqTransport, seconds: float = 60.0) -> list[Envelope]:
     """Poll until something holds; what came in meanwhile."""
     seen: list[Envelope] = []
     deadline = time.monotonic() + seconds
@@ -56,7 +56,7 @@ def until(done: Callable[[], bool], *transports: ZmqTransport, seconds: float = 
 def take(transport: ZmqTransport, count: int = 1, *others: ZmqTransport) -> list[Envelope]:
     """The next so many messages; the others are polled too."""
     seen: list[Envelope] = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(seen) < count:
         assert time.monotonic() < deadline, (len(seen), transport.counters)
         seen += transport.poll(0.02)
@@ -340,7 +340,7 @@ def test_a_peer_that_comes_back_on_its_endpoint() -> None:
             worker.send(Envelope(WORKER, SERVER, Commit(number)))
         with ZmqTransport(SERVER, JOB, endpoint) as second:
             assert second.endpoint == endpoint
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while not second.poll(0.05):
                 worker.send(Envelope(WORKER, SERVER, Commit(4)))
                 assert time.monotonic() < deadline
@@ -355,7 +355,7 @@ def test_a_peer_that_reconnects_is_answered_there() -> None:
             with ZmqTransport(WORKER, JOB, None) as worker:
                 worker.connect("server", 3, server.endpoint)
                 works(server, worker)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while server.send(Envelope(SERVER, WORKER, Commit(1))):  # until its end is noticed
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -473,4 +473,4 @@ def test_a_transport_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.Monk
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(OverflowError):
         ZmqTransport(SERVER, JOB, "tcp://127.0.0.1")
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before

@@ -1,0 +1,34 @@
+"""What the process that starts a job does of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.cluster.job import Launcher
+from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
+from holdfast.cluster.messages import Peer, View, ViewNumber, WorkerInView
+from holdfast.cluster.transport.base import Envelope
+from tests.cluster.launch.test_local import COMMAND, PATHS, assignment
+
+
+def test_spares_wait_for_whoever_dies_next(tmp_path: Path) -> None:
+    """One of a kind, and not while others start."""
+    with LocalLauncher(tmp_path, COMMAND, {**ONE_THREAD, "PYTHONPATH": PATHS}) as engine:
+        launcher = Launcher(engine, assignment(sleep=60.0))
+
+        def spares(now: float, worker: int, epoch: int) -> list[int]:
+            workers = (WorkerInView(0, worker),)
+            view = View(ViewNumber(epoch), "running", workers=workers)
+            launcher.receive(Envelope(Peer("supervisor"), launcher.me, view), now)
+            launcher.tick(now)
+            return [len(engine.warm_pids(role)) for role in ("server", "worker")]
+
+        assert spares(100.0, worker=1, epoch=1) == [0, 0]
+        assert spares(104.0, worker=1, epoch=2) == [0, 0]
+        assert spares(106.0, worker=1, epoch=3) == [1, 1]
+        assert spares(206.0, worker=1, epoch=4) == [1, 1]
+        [spare] = engine.warm_pids("worker")
+        assert spares(207.0, worker=2, epoch=5) == [1, 0]
+        assert engine.pids()[Peer("worker", 0, 2)] == spare
+        assert spares(208.0, worker=3, epoch=6) == [1, 0]
+        assert spares(213.0, worker=3, epoch=7) == [1, 1]

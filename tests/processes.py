@@ -1,0 +1,51 @@
+"""Which processes a test has started, they or theirs, and left running.
+
+All that a test starts inherits the environment of this process, in which pytest says which test it runs, and
+in which phase of it. So one that has lost its parent is found, and one that a fixture shares is not blamed
+on the test that was first to need it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+_RUN = "HOLDFAST_TESTS_OF"  # the same test may run elsewhere on this machine
+_strangers: set[str] = set()
+
+
+def mark() -> None:
+    """Have what this process starts from now on say so."""
+    os.environ[_RUN] = str(os.getpid())
+
+
+def left_by(test: str, grace_seconds: float = 0.0) -> dict[int, str]:
+    """The processes that the body of a test started and that still run, with their command lines.
+
+    Those that are about to end are given some time for it.
+    """
+    deadline = time.monotonic() + grace_seconds
+    while (found := _running(test)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _running(test: str) -> dict[int, str]:
+    mine = f"{_RUN}={os.getpid()}".encode()
+    wanted = f"PYTEST_CURRENT_TEST={test} (call)".replace("\x00", "(null)").encode()
+    found = {}
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit() or pid in _strangers:
+            continue
+        try:
+            environment = Path("/proc", pid, "environ").read_bytes().split(b"\0")
+            command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        if mine not in environment:
+            if any(environment):  # an empty one may belong to a process that is just being started
+                _strangers.add(pid)
+        elif wanted in environment:
+            found[int(pid)] = command
+    return found
