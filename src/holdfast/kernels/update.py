@@ -355,12 +355,13 @@ def check_places(places, server, servers, k, r, groups, rows, seen):
     once = seen.shape[0] > 0
     for i in range(places.shape[0]):
         place = np.int64(places[i])
-        if not 0 <= place < records:
-            wrong, at = BEYOND, i
-            break
-        if place >= certain and _row_of(place, server, servers, k, r, groups) >= rows:
-            wrong, at = UNUSED, i
-            break
+        if not 0 <= place < certain:
+            if not 0 <= place < records:
+                wrong, at = BEYOND, i
+                break
+            if _row_of(place, _ring(server, servers, groups), servers, k, r, groups) >= rows:
+                wrong, at = UNUSED, i
+                break
         if once:
             bit = np.uint64(1) << np.uint64(place & 63)
             word = seen[place >> 6]
@@ -375,13 +376,18 @@ def check_places(places, server, servers, k, r, groups, rows, seen):
 
 
 @_inlined
-def _row_of(place, server, servers, k, r, groups):
-    """``Placement.row`` of one record."""
-    member = place % k
+def _ring(server, servers, groups):
+    """Which group of servers one is in, how many are, and its number among them."""
     group = server % groups
-    count = (servers - group + groups - 1) // groups
-    turn = (server // groups - r - member) % count
-    return (place // k * servers + group + turn * groups) * k + member
+    return group, (servers - group + groups - 1) // groups, server // groups
+
+
+@_inlined
+def _row_of(place, ring, servers, k, r, groups):
+    """``Placement.row`` of one record."""
+    group, count, index = ring
+    member = place % k
+    return (place // k * servers + group + (index - r - member) % count * groups) * k + member
 
 
 @_compiled
@@ -405,8 +411,11 @@ def gather_weights(records, places, out):
 def fill_uniform(records, dim, server, servers, k, r, groups, firsts, keys, scales):
     """Write the first weights of all rows; records that stand for no row are left as they are."""
     floats = records.view(np.float32)
+    ring = _ring(server, servers, groups)
     for place in range(records.shape[0]):
-        _draw(floats, place, dim, _row_of(place, server, servers, k, r, groups), firsts, keys, scales)
+        row = _row_of(place, ring, servers, k, r, groups)
+        if row < firsts[-1]:
+            _draw(floats, place, dim, row, firsts, keys, scales)
 
 
 @_compiled
@@ -414,7 +423,8 @@ def first_values(out, dim, rows, firsts, keys, scales):
     """Write the first weights of rows[i] to out[i]; of those beyond the last row, it is left as it is."""
     floats = out.view(np.float32)
     for i in range(rows.shape[0]):
-        _draw(floats, i, dim, rows[i], firsts, keys, scales)
+        if rows[i] < firsts[-1]:
+            _draw(floats, i, dim, rows[i], firsts, keys, scales)
 
 
 @_inlined
@@ -422,17 +432,16 @@ def _draw(floats, i, dim, row, firsts, keys, scales):
     """The first weights of a row: odd multiples of scales[table] (float32), less than 2**24 of it.
 
     A weight follows from keys[table] (uint64), its row and its column alone, so it is the same on whichever
-    server it lies. Nothing for a row beyond the last.
+    server it lies.
     """
-    if row >= firsts[-1]:
-        return
     golden = np.uint64(_GOLDEN)
     table = np.searchsorted(firsts, row, "right") - 1
+    scale = scales[table]
     state = _mixed(keys[table] + np.uint64(row - firsts[table]) * golden)
     for d in range(0, dim, 2):  # 24 bits for each weight: two of a word
         state += golden
         word = _mixed(state)
-        floats[i, d] = scales[table] * np.float32(np.int64(word >> np.uint64(40)) * 2 - 0xFFFFFF)
+        floats[i, d] = scale * np.float32(np.int64(word >> np.uint64(40)) * 2 - 0xFFFFFF)
         if d + 1 < dim:
             low = np.int64(word & np.uint64(0xFFFFFF))
-            floats[i, d + 1] = scales[table] * np.float32(low * 2 - 0xFFFFFF)
+            floats[i, d + 1] = scale * np.float32(low * 2 - 0xFFFFFF)
