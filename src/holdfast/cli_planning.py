@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from holdfast.policy.protections import KINDS
+
 _MODEL, _CLUSTER, _SPEEDS, _WISHES = "The model", "The cluster", "Speeds", "Wishes"
 
 
@@ -21,49 +23,58 @@ def _option(
 Config = Annotated[
     Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Take model, servers and workers from here.")
 ]
-Size = Annotated[str | None, _option("All tables with their optimizer state.", _MODEL, "220GB")]
-Dim = Annotated[int | None, _option("Weights of a row.", _MODEL)]
-Optimizer = Annotated[str | None, _option("Whose state the size holds.", _MODEL, "NAME")]
-Dense = Annotated[str | None, _option("The network's gradients.", _MODEL, "8MB")]
+Size = Annotated[str | None, _option("Size of all tables with their optimizer state.", _MODEL, "220GB")]
+Dim = Annotated[int | None, _option("Weights of a row of the tables.", _MODEL)]
+Optimizer = Annotated[str | None, _option("Optimizer whose state the size holds: adagrad, …", _MODEL, "NAME")]
+Dense = Annotated[str | None, _option("Size of the network's gradients.", _MODEL, "8MB")]
 BatchRows = Annotated[float | None, _option("Different rows that a batch looks up.", _MODEL)]
 Touched = Annotated[float | None, _option("Share of the rows that change in 30 minutes.", _MODEL)]
 Step = Annotated[str | None, _option("How long a worker takes for a batch.", _MODEL, "50ms")]
 Hours = Annotated[str | None, _option("How long training takes if nothing fails.", _MODEL, "72h")]
-Servers = Annotated[int | None, _option("That hold the tables.", _CLUSTER)]
-Workers = Annotated[int | None, _option("That compute.", _CLUSTER)]
+Servers = Annotated[int | None, _option("Servers, which hold the tables.", _CLUSTER)]
+Workers = Annotated[int | None, _option("Workers, which compute.", _CLUSTER)]
 Mtbf = Annotated[
-    str | None, _option("Mean time between failures that take a server down, any of them.", _CLUSTER, "20h")
+    str | None, _option("Mean time between failures that take down one of the servers.", _CLUSTER, "20h")
 ]
 Log = Annotated[
-    Path | None, _option("Fit it to failures: lines of 'time,server' or 'hours,failed'.", _CLUSTER, "FILE")
+    Path | None, _option("Fit the MTBF to a log: lines of 'time,server' or 'hours,failed'.", _CLUSTER, "FILE")
 ]
-PerFailure = Annotated[float | None, _option("Servers that go down together.", _CLUSTER)]
-Reschedule = Annotated[str | None, _option("Until there is a machine for a failed one.", _CLUSTER, "5m")]
-Memory = Annotated[str | None, _option("Of one server.", _CLUSTER, "256GB")]
-Write = Annotated[str | None, _option("To the store, of the whole job.", _SPEEDS, "1GB/s")]
-Read = Annotated[str | None, _option("From the store.", _SPEEDS, "1GB/s")]
-Copy = Annotated[str | None, _option("Within the memory of one server.", _SPEEDS, "2GB/s")]
-Network = Annotated[str | None, _option("Of one server.", _SPEEDS, "25Gbit/s")]
+PerFailure = Annotated[float | None, _option("How many servers go down together.", _CLUSTER)]
+Reschedule = Annotated[
+    str | None, _option("Time until there is a machine in a failed one's place.", _CLUSTER, "5m")
+]
+Memory = Annotated[str | None, _option("Memory of one server.", _CLUSTER, "256GB")]
+Write = Annotated[str | None, _option("Writing to the store, all servers together.", _SPEEDS, "1GB/s")]
+Read = Annotated[str | None, _option("Reading from the store, all servers together.", _SPEEDS, "1GB/s")]
+Copy = Annotated[str | None, _option("Copying within the memory of one server.", _SPEEDS, "2GB/s")]
+Network = Annotated[str | None, _option("Network of one server, each way.", _SPEEDS, "25Gbit/s")]
 Measure = Annotated[
     str | None,
-    _option("Measure the speeds that are not given, on this machine, with this store.", _SPEEDS, "PATH"),
+    _option("Measure what is not given, on this machine, with this store.", _SPEEDS, "PATH"),
 ]
 Cost = Annotated[
     list[str] | None,
-    _option("What protections take from a step; see docs/planning.md. Repeatable.", _SPEEDS, "NAME=NUMBER"),
+    _option("What a protection takes from a step: docs/planning.md. Repeatable.", _SPEEDS, "NAME=NUMBER"),
 ]
-Tolerance = Annotated[float | None, _option("AUC that may be lost.", _WISHES)]
-SaveEvery = Annotated[str | None, _option("Save so often, in place of what is best.", _WISHES, "30m")]
+Tolerance = Annotated[
+    float | None, _option("AUC that may be lost by restores and partial recovery.", _WISHES)
+]
+SaveEvery = Annotated[
+    str | None, _option("Save this often, rather than as often as is best.", _WISHES, "30m")
+]
 StopToWrite = Annotated[
-    bool, typer.Option("--stop-to-write", help="Stop training while saving.", rich_help_panel=_WISHES)
+    bool,
+    typer.Option(
+        "--stop-to-write", help="Let saves stop training until they are written.", rich_help_panel=_WISHES
+    ),
 ]
-K = Annotated[int | None, _option("Data records of a stripe.", _WISHES, name="-k")]
+K = Annotated[int | None, _option("Data records of a stripe of the erasure code.", _WISHES, name="-k")]
 R = Annotated[int | None, _option("Parity records of a stripe.", _WISHES, name="-r")]
-TargetPls = Annotated[float | None, _option("Portion of lost samples of partial recovery.", _WISHES)]
-PerPls = Annotated[float | None, _option("AUC that a whole portion costs, as measured.", _WISHES)]
-Among = Annotated[
-    str | None, _option("Only these: none, full-stop, full, differential, …", _WISHES, "KIND,…")
+TargetPls = Annotated[
+    float | None, _option("Portion of lost samples that partial recovery aims at.", _WISHES)
 ]
+PerPls = Annotated[float | None, _option("AUC lost for each whole portion, as measured.", _WISHES)]
+Among = Annotated[str | None, _option(f"Only these: {', '.join(KINDS)}.", _WISHES, "KIND,…")]
 
 
 def plan(

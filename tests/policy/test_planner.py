@@ -101,7 +101,7 @@ def test_a_store_that_cannot_keep_up_is_said() -> None:
 
 def test_second_line_is_needed_less_with_more_parities() -> None:
     codes = [one for one in estimates(CLUSTER) if one.kind == "ecrec"]
-    assert [one.name for one in codes] == ["erasure code 4+1, atomic", "erasure code 4+2, atomic"]
+    assert [one.name for one in codes] == ["code 4+1, atomic", "code 4+2, atomic"]
     assert codes[1].loss_chance < 0.01 * codes[0].loss_chance
     assert codes[1].memory_share == 2 * codes[0].memory_share
 
@@ -111,7 +111,7 @@ def test_small_clusters_have_what_they_can_have() -> None:
         "ecrm", "ecrec", "replication",
     }  # fmt: skip
     two = [one.name for one in estimates(replace(CLUSTER, servers=2)) if one.kind == "ecrec"]
-    assert two == ["erasure code 1+1, atomic"]
+    assert two == ["code 1+1, atomic"]
 
 
 @pytest.mark.parametrize(

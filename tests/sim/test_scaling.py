@@ -15,7 +15,7 @@ from holdfast.policy.increments import RowSize
 from holdfast.policy.mechanisms import Parities, Rollback, Saves
 from holdfast.policy.protections import Wishes
 from holdfast.policy.situation import Situation
-from holdfast.sim.plots import check_plot, plot_points
+from holdfast.sim.plots import check_plot
 from holdfast.sim.recovery import simulate
 from holdfast.sim.scaling import FIGURE_13, parse_models, parse_nodes, scale, scaled
 from holdfast.sim.traces import HourlyChance, LinearMtbf, Recorded, Renewals
@@ -118,17 +118,6 @@ def test_numbers_of_servers() -> None:
             parse_nodes(text)
     with pytest.raises(ConfigError, match="0 runs: expected at least one"):
         scale(CLUSTER, [Renewals("exponential", 100.0)], [10], runs=0)
-
-
-def test_a_picture_of_it(tmp_path: Path) -> None:
-    models = parse_models("linear,hourly", CLUSTER, [10, 100], None)
-    points = scale(
-        replace(CLUSTER, hours=100.0), models, [10, 100], runs=1, among=["none", "full", "partial"]
-    )
-    picture = tmp_path / "overhead.png"
-    plot_points(points, picture, "a title")
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert picture.stat().st_size > 10_000
 
 
 def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ mistakes. Times that ended without a failure count too: leaving them out makes f
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -146,10 +147,11 @@ def _fit_gamma(failed: Sequence[float], unfailed: Sequence[float]) -> Lifetime:
     """The best shape, each with its best scale: both by looking for where the likelihood is highest."""
     count, total, logs = len(failed), sum(failed), sum(map(math.log, failed))
     mean = (total + sum(unfailed)) / count
+    ended = Counter(unfailed)  # often at one moment
 
     def likelihood(shape: float, scale: float) -> float:
         density = (shape - 1) * logs - total / scale - count * (math.lgamma(shape) + shape * math.log(scale))
-        return density + sum(log_upper_gamma(shape, t / scale) for t in unfailed)
+        return density + sum(many * log_upper_gamma(shape, t / scale) for t, many in ended.items())
 
     def best_scale(shape: float) -> float:
         usual = mean / shape

@@ -256,7 +256,7 @@ def partial(situation: Situation, wishes: Wishes) -> Estimate:
     pls = mechanism.pls(situation.mtbf_hours)
     return Estimate(
         kind="partial",
-        name=f"partial recovery, PLS {target:.2g}",
+        name=f"partial, PLS {target:.2g}",
         step_terms=steps,
         mechanism=mechanism,
         terms=_together(steps, mechanism.terms(situation.mtbf_hours)),
@@ -313,7 +313,7 @@ def erasure_code(situation: Situation, code: Code, kind: Literal["ecrm", "ecrec"
         protection = {"kind": "replication", "copies": code.r + 1}
     else:
         atomic = kind == "ecrec"
-        name = f"erasure code {code.k}+{code.r}{', atomic' * atomic}"
+        name = f"code {code.k}+{code.r}{', atomic' * atomic}"
         protection |= {"atomic": atomic, "dense": "replicate" if atomic else "workers"}
     return Estimate(
         kind=kind,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,10 +16,6 @@ from holdfast.policy.planner import Plan
 from holdfast.policy.protections import KINDS, Estimate
 from holdfast.policy.units import show_bytes, show_hours, show_percent
 
-_COLUMNS = (
-    "costs", "saves every", "memory (saving)", "stored", "to store", "between servers", "done again",
-    "AUC lost", "loss",
-)  # fmt: skip
 _PLAIN_WIDTH = 200  # of what is not a terminal: wide enough to cut nothing off
 
 
@@ -38,13 +34,16 @@ def show_plan(plan: Plan, console: Console, *, explain: bool) -> None:
         f"{show_hours(situation.mtbf_hours)}: {situation.failures:.3g} are expected",
         soft_wrap=True,
     )
+    columns = dict(_COLUMNS)
+    if console.width < _WIDE:
+        for name in _WIDE_ONLY:
+            del columns[name]
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("protection")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "protection" else "right", no_wrap=True)
     for one in plan.ranked:
-        fits = one.objection is None
-        table.add_row(*_cells(one), style=None if fits else "dim")
+        cells = (cell(one) for cell in columns.values())
+        table.add_row(*cells, style=None if one.objection is None else "dim")
     console.print(table)
     for one in plan.ranked:
         if one.objection is not None:
@@ -60,23 +59,24 @@ def show_plan(plan: Plan, console: Console, *, explain: bool) -> None:
     )
 
 
-def _cells(one: Estimate) -> Sequence[str]:
-    interval = one.interval_hours
-    memory = f"+{show_percent(one.memory_share)}" if one.memory_share else "–"
-    if one.save_memory_share:
-        memory += f" (+{show_percent(one.memory_share + one.save_memory_share)})"
-    return (
-        escape(one.name),
-        show_percent(one.overhead),
-        "–" if interval is None else show_hours(interval),
-        memory,
-        show_bytes(one.stored_bytes) if one.stored_bytes else "–",
-        f"{show_bytes(one.storage_rate)}/s" if one.storage_rate else "–",
-        f"{show_bytes(one.traffic_rate)}/s" if one.traffic_rate else "–",
-        show_hours(one.redone_hours) if one.redone_hours else "–",
-        f"{one.auc_loss:.1e}" if one.auc_loss else "–",
-        show_percent(one.loss_chance) if one.loss_chance else "–",
-    )
+def _rate(size: float) -> str:
+    return f"{show_bytes(size)}/s" if size else "–"
+
+
+_COLUMNS: Mapping[str, Callable[[Estimate], str]] = {
+    "protection": lambda one: escape(one.name),
+    "costs": lambda one: show_percent(one.overhead),
+    "saves": lambda one: "–" if one.interval_hours is None else show_hours(one.interval_hours),
+    "memory": lambda one: f"+{show_percent(one.memory_share)}" if one.memory_share else "–",
+    "stored": lambda one: show_bytes(one.stored_bytes) if one.stored_bytes else "–",
+    "to store": lambda one: _rate(one.storage_rate),
+    "to servers": lambda one: _rate(one.traffic_rate),
+    "redone": lambda one: show_hours(one.redone_hours) if one.redone_hours else "–",
+    "AUC lost": lambda one: f"{one.auc_loss:.1e}" if one.auc_loss else "–",
+    "loss": lambda one: show_percent(one.loss_chance) if one.loss_chance else "–",
+}
+_WIDE_ONLY = ("stored", "to store", "to servers")
+_WIDE = 105
 
 
 def show_terms(one: Estimate, console: Console) -> None:
@@ -90,6 +90,9 @@ def show_terms(one: Estimate, console: Console) -> None:
         table.add_row(term.what, show_percent(term.share), escape(term.how))
     table.add_row("together", show_percent(one.overhead), "of the training time", style="bold")
     console.print(table)
+    if one.save_memory_share:
+        peak = show_percent(one.memory_share + one.save_memory_share)
+        console.print(f"memory: {peak} of the tables' more while a full version is copied")
     if one.pls:
         console.print(
             f"portion of lost samples {one.pls:.3g}, {one.auc_loss / one.pls:.3g} of AUC for each 1"

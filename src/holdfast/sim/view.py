@@ -17,6 +17,7 @@ from holdfast.policy.units import show_hours, show_percent
 from holdfast.sim.scaling import Point
 
 _ENDLESS = 10.0
+_WIDE = 150
 
 
 def show_points(points: Sequence[Point], console: Console) -> None:
@@ -29,23 +30,25 @@ def show_points(points: Sequence[Point], console: Console) -> None:
         for servers, mtbf in nodes.items():
             table.add_column(f"{servers:,} servers\nMTBF {show_hours(mtbf)}", justify="right")
         for kind in dict.fromkeys(point.kind for point in of_model):
-            cells = {point.servers: _cell(point) for point in of_model if point.kind == kind}
+            cells = {
+                point.servers: _cell(point, errors=console.width >= _WIDE)
+                for point in of_model
+                if point.kind == kind
+            }
             table.add_row(kind, *(cells.get(servers, "–") for servers in nodes))
         console.print(table)
         _show_remarks(of_model, console)
 
 
-def _cell(point: Point) -> str:
+def _cell(point: Point, *, errors: bool) -> str:
     expected = (
         f"{_percent(point.expected)} | " if point.expected < _ENDLESS else f"> {100 * _ENDLESS:,.0f} | "
     )
     if not math.isfinite(point.simulated):
         return f"{expected}never ends"
-    error = (
-        ""
-        if math.isnan(point.error)
-        else f" ± {float(f'{100 * point.error:.1g}'):.4f}".rstrip("0").rstrip(".")
-    )
+    error = ""
+    if errors and not math.isnan(point.error):
+        error = f" ± {float(f'{100 * point.error:.1g}'):.4f}".rstrip("0").rstrip(".")
     return f"{expected}{_percent(point.simulated)}{error}"
 
 

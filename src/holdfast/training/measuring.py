@@ -13,7 +13,7 @@ import numpy as np
 
 from holdfast.checkpoint.store import open_store
 
-STORE_BYTES = 256 << 20
+_STORE_BYTES = 256 << 20
 _OBJECT_BYTES = 64 << 20
 _COPY_BYTES = 256 << 20
 _TALK_BYTES = 256 << 20
@@ -29,22 +29,22 @@ class Rates:
     network: float
 
 
-def measure_rates(path: str, store_bytes: int = STORE_BYTES) -> Rates:
+def measure_rates(path: str) -> Rates:
     """Measure all four, in some seconds.
 
     What is written under ``path`` is deleted again. Reading back right after writing is as fast as the caches
     of the system allow. The network is this machine's own: what lies between machines it cannot know.
     """
-    write, read = _store_rates(path, store_bytes)
+    write, read = _store_rates(path)
     return Rates(write=write, read=read, copy=_copy_rate(), network=_loopback_rate())
 
 
-def _store_rates(path: str, total: int) -> tuple[float, float]:
-    size = min(_OBJECT_BYTES, total)
+def _store_rates(path: str) -> tuple[float, float]:
+    size = min(_OBJECT_BYTES, _STORE_BYTES)
     content = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     into = np.empty_like(content)
     prefix = f"measured-{secrets.token_hex(4)}"
-    names = [f"{prefix}-{number}" for number in range(max(1, total // size))]
+    names = [f"{prefix}-{number}" for number in range(_STORE_BYTES // size)]
     with open_store(path, create=True) as store:
 
         def write() -> None:
