@@ -60,7 +60,7 @@ Tolerance = Annotated[
     float | None, _option("AUC that may be lost by restores and partial recovery.", _WISHES)
 ]
 SaveEvery = Annotated[
-    str | None, _option("Save this often, rather than as often as is best.", _WISHES, "30m")
+    str | None, _option("Save this often, not as is best; behind a code it stays as is best.", _WISHES, "30m")
 ]
 StopToWrite = Annotated[
     bool,

@@ -59,8 +59,13 @@ def test_losses_grow_with_rates_and_shrink_with_parities() -> None:
     one, two = Code(50, 4, 1), Code(50, 4, 2)
     assert one.losses_per_hour(1e-3, 0.1) == pytest.approx(4 * one.losses_per_hour(5e-4, 0.1), rel=0.01)
     assert two.losses_per_hour(1e-3, 0.1) < 0.01 * one.losses_per_hour(1e-3, 0.1)
-    assert one.loss_chance(1e9, 1e-3, 0.1) == 1.0
-    assert one.loss_chance(1.0, 1e-3, 0.1) == pytest.approx(one.losses_per_hour(1e-3, 0.1), rel=0.01)
+
+
+def test_the_chance_of_a_second_failure_in_time() -> None:
+    """5 servers with one stripe of 4 + 1: any of the other 4 within an hour, each with a chance of 1 -
+    exp(-0.01)."""
+    chance = Code(5, 4, 1).chance_while_rebuilding(0.01, 1.0)
+    assert chance == pytest.approx(1 - exp(-0.04))
 
 
 @pytest.mark.parametrize("mean", [1e-9, 0.3, 0.99, 1.01, 5.0])

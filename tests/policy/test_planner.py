@@ -62,6 +62,9 @@ def test_the_target_pls_follows_from_the_tolerated_loss() -> None:
     measured = named(CLUSTER, "partial", Wishes(auc_loss_per_pls=0.01))
     assert measured.pls == pytest.approx(0.01, rel=0.01)
     assert named(CLUSTER, "partial", Wishes(target_pls=0.02)).pls == pytest.approx(0.02, rel=0.01)
+    alone = named(replace(CLUSTER, servers=1), "partial")
+    assert alone.objection is None
+    assert alone.auc_loss <= 1e-4
     generous = named(replace(CLUSTER, tolerated_auc_loss=1.0, hours=5000.0), "partial")
     assert generous.pls == pytest.approx(0.1, rel=0.01)
 
@@ -104,6 +107,14 @@ def test_second_line_is_needed_less_with_more_parities() -> None:
     assert [one.name for one in codes] == ["code 4+1, atomic", "code 4+2, atomic"]
     assert codes[1].loss_chance < 0.01 * codes[0].loss_chance
     assert codes[1].memory_share == 2 * codes[0].memory_share
+
+
+def test_a_wished_k_leaves_out_what_has_no_room() -> None:
+    five = replace(CLUSTER, servers=5)
+    codes = [one.name for one in estimates(five, Wishes(k=4)) if one.kind == "ecrec"]
+    assert codes == ["code 4+1, atomic"]
+    codes = [one.name for one in estimates(five, Wishes(r=2)) if one.kind in ("ecrm", "ecrec")]
+    assert codes == ["code 3+2", "code 3+2, atomic"]
 
 
 def test_small_clusters_have_what_they_can_have() -> None:

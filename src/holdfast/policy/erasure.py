@@ -61,20 +61,21 @@ class Code:
         )
         return fatal / math.comb(self.servers, self.r + 1)
 
-    def losses_per_hour(self, failures_per_server_hour: float, rebuild_hours: float) -> float:
-        """How often more than r servers with a stripe in common are gone at once.
+    def chance_while_rebuilding(self, failures_per_server_hour: float, rebuild_hours: float) -> float:
+        """The chance that a failure becomes a loss: that r more servers, with a stripe in common, follow in
+        time.
 
-        A first failure (n a), then r more among the others before it is rebuilt: the n - 1 others fail at the
-        rate (n - 1) a, and at least r of them do so in time with a Poisson's tail. That is the mean for
-        rebuilds that take equally long; it counts no second loss while a first is being repaired.
+        The n - 1 others fail at the rate (n - 1) a, so at least r of them do so before it is rebuilt with a
+        Poisson's tail; ``fatal_share`` of the sets that they make have a stripe in common. Where more than r
+        follow, there are more sets: it is a little more likely than this.
         """
-        rate = self.servers * failures_per_server_hour
         others = (self.servers - 1) * failures_per_server_hour * rebuild_hours
-        return rate * at_least(self.r, others) * self.fatal_share
+        return at_least(self.r, others) * self.fatal_share
 
-    def loss_chance(self, hours: float, failures_per_server_hour: float, rebuild_hours: float) -> float:
-        """The chance that it happens at all in so long."""
-        return -math.expm1(-hours * self.losses_per_hour(failures_per_server_hour, rebuild_hours))
+    def losses_per_hour(self, failures_per_server_hour: float, rebuild_hours: float) -> float:
+        """How often more than r servers with a stripe in common are gone at once."""
+        chance = self.chance_while_rebuilding(failures_per_server_hour, rebuild_hours)
+        return self.servers * failures_per_server_hour * chance
 
 
 def at_least(count: int, mean: float) -> float:

@@ -96,16 +96,12 @@ class Sizes:
 
     written: float
     """By a save, on average, rewriting in the background included."""
-    largest_write: float
-    """By a save, at most."""
     stored: float
     """Of what the newest version needs, at most."""
     read: float
     """By a restore of it, at most."""
     copied: float
     """Before training goes on, by a save, on average."""
-    saves_of_a_cycle: int
-    """From a full version to the next."""
 
 
 def sizes(
@@ -114,7 +110,7 @@ def sizes(
     """Of a strategy that saves so often."""
     full, increment = row.stored(bits), row.stored_with_id(bits)
     if strategy == "full":
-        return Sizes(written=full, largest_write=full, stored=full, read=full, copied=1.0, saves_of_a_cycle=1)
+        return Sizes(written=full, stored=full, read=full, copied=1.0)
     if strategy == "differential":
         shares = list(differential_cycle(touches, interval_hours))
         written, rewritten = sum(shares), 0.0
@@ -129,11 +125,9 @@ def sizes(
     saves = len(shares) + 1
     return Sizes(
         written=(full + (written + rewritten) * increment) / saves,
-        largest_write=full,
         stored=full + live * increment,
         read=full + live * increment * read_per_live,
         copied=(1 + copied) / saves,
-        saves_of_a_cycle=saves,
     )
 
 

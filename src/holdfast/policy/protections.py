@@ -141,12 +141,10 @@ def estimates(situation: Situation, wishes: Wishes | None = None) -> list[Estima
         *with_and_without_bits(situation, "chunked"),
         partial(situation, wishes),
     ]
-    for r in (1, 2) if wishes.r is None else (wishes.r,):
-        code = _code(situation, wishes, r)
-        if code is not None:
-            if r == 1 or wishes.r is not None:
-                found.append(erasure_code(situation, code, "ecrm"))
-            found.append(erasure_code(situation, code, "ecrec"))
+    for code in _codes(situation, wishes):
+        if code.r == (wishes.r or 1):
+            found.append(erasure_code(situation, code, "ecrm"))
+        found.append(erasure_code(situation, code, "ecrec"))
     if situation.servers >= 2:
         found.append(erasure_code(situation, Code(situation.servers, 1, 1), "replication"))
     return [_checked(situation, one) for one in found]
@@ -170,7 +168,7 @@ def unprotected(situation: Situation) -> Estimate:
 def full_stopped(situation: Situation) -> Estimate:
     """What the papers compare themselves with: training stops until everything is written."""
     stopping = replace(situation, stop_to_write=True)
-    return replace(checkpoints(stopping, "full", tracking=0.0), kind="full-stop", name="full, stopped")
+    return replace(checkpoints(stopping, "full"), kind="full-stop", name="full, stopped")
 
 
 def with_and_without_bits(situation: Situation, strategy: Strategy) -> Iterable[Estimate]:
@@ -181,9 +179,7 @@ def with_and_without_bits(situation: Situation, strategy: Strategy) -> Iterable[
         yield checkpoints(situation, strategy, bits)
 
 
-def checkpoints(
-    situation: Situation, strategy: Strategy, bits: int | None = None, tracking: float | None = None
-) -> Estimate:
+def checkpoints(situation: Situation, strategy: Strategy, bits: int | None = None) -> Estimate:
     """Checkpoints that everybody goes back to."""
 
     def rollback(interval: float) -> Rollback:
@@ -197,8 +193,7 @@ def checkpoints(
     interval = _interval(situation, rollback)
     mechanism = rollback(interval)
     amounts = sizes(strategy, situation.touches, interval, situation.row, bits)
-    share = situation.costs.tracking if tracking is None else tracking
-    steps = () if strategy == "full" or not share else (_tracking(share),)
+    steps = () if strategy == "full" else (_tracking(situation.costs.tracking),)
     settings: dict[str, Any] = {"strategy": strategy, "every_seconds": _seconds(interval), "keep": 2}
     if bits is not None:
         settings["quantize"] = bits
@@ -234,8 +229,11 @@ def partial(situation: Situation, wishes: Wishes) -> Estimate:
 
     interval = min(situation.save_every_hours or wanted, situation.hours)
     amounts, saves = saves_every(interval)
-    if situation.save_every_hours is None and 2 * saves.lost_hours > wanted > 4 * saves.write_hours:
-        interval = wanted - 2 * saves.write_hours  # what is still being written is lost, too
+    for _ in range(20):
+        # What is still being written is lost, too, so saves come earlier by that.
+        if situation.save_every_hours is not None or 2 * saves.lost_hours <= wanted:
+            break
+        interval = max(wanted - 2.001 * saves.write_hours, wanted / 2)
         amounts, saves = saves_every(interval)
     load = situation.table_bytes / situation.parts / situation.read_rate / 3600
     mechanism = PartialRollback(
@@ -284,7 +282,10 @@ def erasure_code(situation: Situation, code: Code, kind: Literal["ecrm", "ecrec"
     batch_bytes = difference_bytes(rows=situation.rows_per_batch, record_bytes=record, r=code.r)
     dense_bytes = 0.0 if kind == "ecrm" else situation.dense_bytes * (code.r if copies else 1)
     exposed = costs.differences * (costs.atomic if kind == "ecrec" else 1.0)
-    steps = [_transfer(situation, "copying updates" if copies else "updating parities", batch_bytes, exposed)]
+    steps = [
+        _transfer(situation, "copying updates" if copies else "updating parities", batch_bytes, exposed),
+        _tracking(costs.tracking),
+    ]
     if dense_bytes:
         steps.append(_transfer(situation, "copying the network's updates", dense_bytes, costs.dense))
     rebuild = code.rebuild_hours(situation.server_bytes, costs.rebuild_share * situation.network_rate)
@@ -336,20 +337,29 @@ def erasure_code(situation: Situation, code: Code, kind: Literal["ecrm", "ecrec"
     )
 
 
-def _code(situation: Situation, wishes: Wishes, r: int) -> Code | None:
-    """The code that is wished for; else a usual one, with the fewest parities that memory has room for."""
+def _codes(situation: Situation, wishes: Wishes) -> Iterable[Code]:
+    """The code that is wished for, refused if it cannot be; else usual ones, as far as there are servers."""
+    servers = situation.servers
+    if wishes.r is not None:
+        yield Code(servers, wishes.k or max(1, _usual_k(situation, wishes.r)), wishes.r)
+        return
     if wishes.k is not None:
-        return Code(situation.servers, wishes.k, r)  # refuses what cannot be
+        yield Code(servers, wishes.k, 1)
+    elif servers >= 2:
+        yield Code(servers, _usual_k(situation, 1), 1)
+    k = wishes.k or _usual_k(situation, 2)
+    if 1 <= k <= servers - 2:
+        yield Code(servers, k, 2)
+
+
+def _usual_k(situation: Situation, r: int) -> int:
+    """4, or more if memory has no room for so many parities; below 1 if there are too few servers."""
     largest = situation.servers - r
-    if largest < 1:
-        if wishes.r is not None:
-            Code(situation.servers, 1, r)
-        return None
     k = min(_USUAL_K, largest)
     memory = situation.server_memory_bytes
     while memory is not None and k < largest and situation.server_bytes * (2 + r / k) > memory:
         k += 1
-    return Code(situation.servers, k, r)
+    return k
 
 
 def _saves(situation: Situation, amounts: Sizes, interval: float) -> Saves:
