@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"cli_planning"},
     {"testing"},
     {"bench"},
     {"sim"},

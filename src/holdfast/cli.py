@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from holdfast import cli_planning
 from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 
@@ -109,6 +110,16 @@ def bench(
         harness.list_benches(Console())
         return
     harness.run_bench(name, quick=quick, json_path=json, console=Console())
+
+
+app.command(
+    epilog="Example: holdfast plan --size 220GB --servers 5 --mtbf 20h --explain; "
+    "holdfast plan job.yaml --failure-log failures.csv --out planned.yaml"
+)(cli_planning.plan)
+app.command(
+    epilog="Example: holdfast simulate --size 4TB --servers 100 --mtbf 100h --hours 2000h --plot cost.png; "
+    "holdfast simulate --paper --plot figure13.png"
+)(cli_planning.simulate)
 
 
 ckpt = typer.Typer(

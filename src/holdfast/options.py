@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -99,6 +100,18 @@ _BY_NAME = {
 }
 
 
+RESTORES_THAT_BITS_BEAR = ((1, 2), (3, 3), (20, 4), (100, 8))
+"""(restores, bits) at which the accuracy that is lost stays below 0.01 % (Check-N-Run, section 5.2.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BitsChoice:
+    """How many bits were chosen, and why."""
+
+    bits: int
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class AutoBits:
     """Bits of quantized rows by how often the run is expected to be restored.
@@ -135,6 +148,19 @@ class AutoBits:
         if self.training_hours is None or self.failures_per_node_hour is None:
             return None
         return self.training_hours * self.nodes * self.failures_per_node_hour
+
+    def choose(self, restores: int) -> BitsChoice:
+        """Bits for a run that has been restored from quantized versions so often already."""
+        expected = self.restores
+        if expected is None:
+            return BitsChoice(
+                8, "nothing is known of how often it will be restored: tell AutoBits to use fewer"
+            )
+        said = f"{expected:g} restores are expected"
+        if restores > max(1, math.ceil(expected)):
+            return BitsChoice(8, f"{said}, and it has been restored {restores} times")
+        bits = next((bits for most, bits in RESTORES_THAT_BITS_BEAR if math.ceil(expected) <= most), 8)
+        return BitsChoice(bits, said)
 
 
 Bits = Literal[2, 3, 4, 8, "auto"] | AutoBits | None

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import holdfast as hf
 from holdfast.checkpoint.background import computed_ahead
-from holdfast.checkpoint.encoding import BLOCK_BYTES, Encoder, choose_bits
+from holdfast.checkpoint.encoding import BLOCK_BYTES, Encoder
 from holdfast.checkpoint.quantize import FloatCodec, LogCodec, UniformCodec
 from holdfast.checkpoint.records import Field, Group, Rows, make_groups
 from holdfast.checkpoint.restore import open_version
@@ -239,7 +239,7 @@ def test_far_from_zero_the_grid_has_32_bits(tmp_path: Path) -> None:
 )
 def test_bits_by_expected_and_real_restores(auto: hf.AutoBits, restores: int, bits: int) -> None:
     """Check-N-Run, section 5.2.1."""
-    assert choose_bits(auto, restores).bits == bits
+    assert auto.choose(restores).bits == bits
 
 
 def test_more_restores_than_expected_fall_back_to_8_bits(

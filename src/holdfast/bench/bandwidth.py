@@ -42,7 +42,6 @@ from torch import nn
 from holdfast.bench.harness import Report, Spread, interleave, ratio
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.api import Checkpointer
-from holdfast.checkpoint.encoding import choose_bits
 from holdfast.checkpoint.quantize import UniformCodec
 from holdfast.checkpoint.records import WEIGHT
 from holdfast.checkpoint.restore import open_version
@@ -253,7 +252,7 @@ def _play(trace: Trace, optimizer: str, policy: Policy, checkpoints: int | None 
     torch.manual_seed(trace.seed)
     one = Run(trace, optimizer)
     auto = policy.bits_of("model.tables.0.weight")
-    usage = Usage(choose_bits(auto, 0).bits if isinstance(auto, AutoBits) else auto)
+    usage = Usage(auto.choose(0).bits if isinstance(auto, AutoBits) else auto)
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         with Checkpointer(folder, one.objects, policy) as checkpointer, _metered(checkpointer, usage):
             for step in range(checkpoints or len(trace.touched) + 1):

@@ -31,7 +31,6 @@ import numpy as np
 
 from holdfast.bench.accuracy_runs import PLAIN, Cell, Run, Scores, Size, codec_digest, results
 from holdfast.bench.harness import Report, Spread, machine
-from holdfast.checkpoint.encoding import choose_bits
 from holdfast.options import AutoBits
 
 RESTORES = (1, 3, 20, 100)
@@ -63,7 +62,7 @@ class Part:
 
 def auto_bits(restores: int) -> int:
     """What ``AutoBits`` picks for a run that is expected to be restored so often."""
-    return choose_bits(AutoBits(expected_restores=restores), 0).bits
+    return AutoBits(expected_restores=restores).choose(0).bits
 
 
 DIAGONAL: tuple[Cell, ...] = tuple(Cell(auto_bits(r), r) for r in RESTORES)

@@ -8,9 +8,8 @@ length, and whoever moves records about need not know what is in them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,36 +29,12 @@ from holdfast.options import AutoBits, Policy
 
 BLOCK_BYTES = 4 << 20
 """Rows that are encoded at a time, as they are in memory."""
-RESTORES_THAT_BITS_BEAR = ((1, 2), (3, 3), (20, 4))
-"""(restores, bits) at which the accuracy that is lost stays below 0.01 % (Check-N-Run, section 5.2.1)."""
 _SAMPLED_ROWS = 65_536
 # Blocks that are encoded while a file is written: as many as fill the next one.
 _BLOCKS_AHEAD = 16
 
 GridBits = Callable[[int, Field, int], int]
 """Of a group by number, one of its fields and its bits: the bits of scale and zero point."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How many bits were chosen, and why."""
-
-    bits: int
-    reason: str
-
-
-def choose_bits(auto: AutoBits, restores: int) -> Choice:
-    """Bits for a run that has been restored from quantized versions so often already."""
-    expected = auto.restores
-    if expected is None:
-        return Choice(8, "nothing is known of how often it will be restored: tell AutoBits to use fewer")
-    said = f"{expected:g} restores are expected"
-    if restores > max(1, math.ceil(expected)):
-        return Choice(8, f"{said}, and it has been restored {restores} times")
-    for most, bits in RESTORES_THAT_BITS_BEAR:
-        if math.ceil(expected) <= most:
-            return Choice(bits, said)
-    return Choice(8, said)
 
 
 class Encoder:
@@ -184,7 +159,7 @@ def _stored_groups(
     stored: list[Group] = []
     for number, group in enumerate(live):
         wish = policy.bits_of(group.tables[0].name) if group.tables else None
-        bits = choose_bits(wish, restores).bits if isinstance(wish, AutoBits) else wish
+        bits = wish.choose(restores).bits if isinstance(wish, AutoBits) else wish
         fields = tuple(
             replace(f, codec=_codec(f, bits, policy.quantize_state, number, grid_bits)) for f in group.fields
         )

@@ -23,7 +23,7 @@ import numpy as np
 from holdfast.checkpoint.background import Background
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
-from holdfast.checkpoint.encoding import Choice, Encoder, choose_bits
+from holdfast.checkpoint.encoding import Encoder
 from holdfast.checkpoint.live import Gather, LiveTables
 from holdfast.checkpoint.manifest import DenseEntry, Era, Version
 from holdfast.checkpoint.records import Bytes2D, Group, Rows
@@ -33,7 +33,7 @@ from holdfast.checkpoint.strategies.baselines import Baselines
 from holdfast.checkpoint.tracker import RowSet, Tracker
 from holdfast.errors import CheckpointError, HoldfastError, SaveFailed, StoreError
 from holdfast.events import EventLog
-from holdfast.options import AutoBits, Differential, Full, Policy
+from holdfast.options import AutoBits, BitsChoice, Differential, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -105,7 +105,7 @@ class Writer:
         self._shard = Shard(0, (), self.strategy)
         self._encoder = Encoder((), ())
         self.restores = 0
-        self._said: Choice | None = None
+        self._said: BitsChoice | None = None
         self._era = 0
         self._since_baseline: list[RowSet] = []
         self._baselines = Baselines(policy)
@@ -392,7 +392,7 @@ class Writer:
         for group in self._groups:
             wish = self.policy.bits_of(group.tables[0].name)
             if isinstance(wish, AutoBits):
-                choice = choose_bits(wish, self.restores)
+                choice = wish.choose(self.restores)
                 if choice != self._said:
                     log.info("weights are stored in %d bits: %s", choice.bits, choice.reason)
                     self._emit(

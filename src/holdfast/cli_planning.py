@@ -1,0 +1,195 @@
+"""The commands that reckon: ``plan`` and ``simulate``. As in ``cli``, there is no logic here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.policy.protections import KINDS
+
+_MODEL, _CLUSTER, _SPEEDS, _WISHES = "The model", "The cluster", "Speeds", "Wishes"
+
+
+def _option(
+    text: str, panel: str, metavar: str | None = None, name: str | None = None
+) -> typer.models.OptionInfo:
+    names = (name,) if name else ()
+    option: typer.models.OptionInfo = typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+    return option
+
+
+Config = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Take model, servers and workers from here.")
+]
+Size = Annotated[str | None, _option("Size of all tables with their optimizer state.", _MODEL, "220GB")]
+Dim = Annotated[int | None, _option("Weights of a row of the tables.", _MODEL)]
+Optimizer = Annotated[str | None, _option("Optimizer whose state the size holds: adagrad, …", _MODEL, "NAME")]
+Dense = Annotated[str | None, _option("Size of the network's gradients.", _MODEL, "8MB")]
+BatchRows = Annotated[float | None, _option("Different rows that a batch looks up.", _MODEL)]
+Touched = Annotated[float | None, _option("Share of the rows that change in 30 minutes.", _MODEL)]
+Step = Annotated[str | None, _option("How long a worker takes for a batch.", _MODEL, "50ms")]
+Hours = Annotated[str | None, _option("How long training takes if nothing fails.", _MODEL, "72h")]
+Servers = Annotated[int | None, _option("Servers, which hold the tables.", _CLUSTER)]
+Workers = Annotated[int | None, _option("Workers, which compute.", _CLUSTER)]
+Mtbf = Annotated[
+    str | None, _option("Mean time between failures that take down one of the servers.", _CLUSTER, "20h")
+]
+Log = Annotated[
+    Path | None, _option("Fit the MTBF to a log: lines of 'time,server' or 'hours,failed'.", _CLUSTER, "FILE")
+]
+PerFailure = Annotated[float | None, _option("How many servers go down together.", _CLUSTER)]
+Reschedule = Annotated[
+    str | None, _option("Time until there is a machine in a failed one's place.", _CLUSTER, "5m")
+]
+Memory = Annotated[str | None, _option("Memory of one server.", _CLUSTER, "256GB")]
+Write = Annotated[str | None, _option("Writing to the store, all servers together.", _SPEEDS, "1GB/s")]
+Read = Annotated[str | None, _option("Reading from the store, all servers together.", _SPEEDS, "1GB/s")]
+Copy = Annotated[str | None, _option("Copying within the memory of one server.", _SPEEDS, "2GB/s")]
+Network = Annotated[str | None, _option("Network of one server, each way.", _SPEEDS, "25Gbit/s")]
+Measure = Annotated[
+    str | None,
+    _option("Measure what is not given, on this machine, with this store.", _SPEEDS, "PATH"),
+]
+Cost = Annotated[
+    list[str] | None,
+    _option("What a protection takes from a step: docs/planning.md. Repeatable.", _SPEEDS, "NAME=NUMBER"),
+]
+Tolerance = Annotated[
+    float | None, _option("AUC that may be lost by restores and partial recovery.", _WISHES)
+]
+SaveEvery = Annotated[
+    str | None, _option("Save this often, not as is best; behind a code it stays as is best.", _WISHES, "30m")
+]
+StopToWrite = Annotated[
+    bool,
+    typer.Option(
+        "--stop-to-write", help="Let saves stop training until they are written.", rich_help_panel=_WISHES
+    ),
+]
+K = Annotated[int | None, _option("Data records of a stripe of the erasure code.", _WISHES, name="-k")]
+R = Annotated[int | None, _option("Parity records of a stripe.", _WISHES, name="-r")]
+TargetPls = Annotated[
+    float | None, _option("Portion of lost samples that partial recovery aims at.", _WISHES)
+]
+PerPls = Annotated[float | None, _option("AUC lost for each whole portion, as measured.", _WISHES)]
+Among = Annotated[str | None, _option(f"Only these: {', '.join(KINDS)}.", _WISHES, "KIND,…")]
+
+
+def plan(
+    config: Config = None,
+    size: Size = None, dim: Dim = None, optimizer: Optimizer = None, dense: Dense = None,
+    batch_rows: BatchRows = None, touched: Touched = None, step: Step = None, hours: Hours = None,
+    servers: Servers = None, workers: Workers = None, mtbf: Mtbf = None, failure_log: Log = None,
+    servers_per_failure: PerFailure = None, reschedule: Reschedule = None, memory: Memory = None,
+    write: Write = None, read: Read = None, copy: Copy = None, network: Network = None,
+    measure: Measure = None, cost: Cost = None, tolerance: Tolerance = None, save_every: SaveEvery = None,
+    stop_to_write: StopToWrite = False, k: K = None, r: R = None, target_pls: TargetPls = None,
+    auc_loss_per_pls: PerPls = None, among: Among = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recommended one for holdfast train.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where that configuration saves: a folder or a URL.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+) -> None:  # fmt: skip
+    """Say which protection fits a model and a cluster, and what each would cost."""
+    from holdfast.policy import view  # noqa: PLC0415
+    from holdfast.policy.planner import plan as make_plan  # noqa: PLC0415
+    from holdfast.training.planning import Given, read_question, write_configuration  # noqa: PLC0415
+
+    question = read_question(
+        Given(
+            config=config, size=size, dim=dim, optimizer=optimizer, dense=dense, batch_rows=batch_rows,
+            touched=touched, step=step, hours=hours, servers=servers, workers=workers, mtbf=mtbf,
+            failure_log=failure_log, servers_per_failure=servers_per_failure, reschedule=reschedule,
+            memory=memory, write=write, read=read, copy=copy, network=network, measure=measure,
+            costs=cost or (), tolerance=tolerance, save_every=save_every, stop_to_write=stop_to_write,
+            k=k, r=r, target_pls=target_pls, auc_loss_per_pls=auc_loss_per_pls,
+        )
+    )  # fmt: skip
+    found = make_plan(question.situation, question.wishes, among.split(",") if among else ())
+    if json:
+        typer.echo(view.plan_json(found, question.assumed, question.fits))
+    else:
+        console = view.make_console()
+        view.show_basis(question.assumed, question.measured, question.fits, console)
+        view.show_plan(found, console, explain=explain)
+    if out is not None:
+        write_configuration(found, question.config, out, store, force=force)
+        if not json:
+            typer.echo(f"wrote {out}: holdfast train {out}")
+
+
+def simulate(
+    config: Config = None,
+    size: Size = None, dim: Dim = None, optimizer: Optimizer = None, dense: Dense = None,
+    batch_rows: BatchRows = None, touched: Touched = None, step: Step = None, hours: Hours = None,
+    servers: Servers = None, workers: Workers = None, mtbf: Mtbf = None, failure_log: Log = None,
+    reschedule: Reschedule = None, memory: Memory = None, write: Write = None, read: Read = None,
+    copy: Copy = None, network: Network = None, cost: Cost = None, tolerance: Tolerance = None,
+    save_every: SaveEvery = None, stop_to_write: StopToWrite = False, k: K = None, r: R = None,
+    target_pls: TargetPls = None, auc_loss_per_pls: PerPls = None, among: Among = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,…", help="Numbers of servers, each as large and fast as those given; 10 to 10,000."
+        ),
+    ] = None,
+    failures: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL,…",
+            help="How servers fail: linear, hourly (CPR's), exponential, gamma=SHAPE, weibull=SHAPE, log.",
+        ),
+    ] = "linear,hourly",
+    runs: Annotated[int, typer.Option(help="Simulated runs of each.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of the failures.")] = 0,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="CPR's Figure 13: its own cluster, full and partial recovery.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:  # fmt: skip
+    """Simulate months of training under failures, on clusters of any size, beside what plan expects."""
+    from holdfast.policy.view import make_console, show_basis  # noqa: PLC0415
+    from holdfast.sim import plots, scaling, view  # noqa: PLC0415
+    from holdfast.training.planning import Given, Question, read_question  # noqa: PLC0415
+
+    if plot is not None:
+        plots.check_plot(plot)
+    if paper:
+        question = Question.of(scaling.FIGURE_13, target_pls=0.1)
+        among = "full-stop,partial"
+    else:
+        question = read_question(
+            Given(
+                config=config, size=size, dim=dim, optimizer=optimizer, dense=dense, batch_rows=batch_rows,
+                touched=touched, step=step, hours=hours, servers=servers, workers=workers, mtbf=mtbf,
+                failure_log=failure_log, reschedule=reschedule, memory=memory, write=write, read=read,
+                copy=copy, network=network, costs=cost or (), tolerance=tolerance, save_every=save_every,
+                stop_to_write=stop_to_write, k=k, r=r, target_pls=target_pls,
+                auc_loss_per_pls=auc_loss_per_pls,
+            )
+        )  # fmt: skip
+    sizes = scaling.parse_nodes(nodes or ("10,30,100,300,1000,3000" + ",10000" * (not paper)))
+    models = scaling.parse_models(failures, question.situation, sizes, question.log)
+    with view.progress_bar() as on_done:
+        points = scaling.scale(
+            question.situation, models, sizes, wishes=question.wishes, runs=runs, seed=seed,
+            among=among.split(",") if among else (), one_each=paper, on_done=on_done,
+        )  # fmt: skip
+    if json:
+        typer.echo(view.points_json(points))
+    else:
+        console = make_console()
+        show_basis(question.assumed, (), question.fits, console)
+        view.show_points(points, console)
+    if plot is not None:
+        plots.plot_points(points, plot, "CPR, Figure 13" if paper else "Protections on clusters of any size")
+        if not json:
+            typer.echo(f"drew {plot}")

@@ -1,0 +1,1 @@
+"""What protecting a run costs: pure arithmetic, in hours and bytes where a name says nothing else."""

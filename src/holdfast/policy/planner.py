@@ -1,0 +1,63 @@
+"""Which protection to use: those that fit, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.policy.protections import KINDS, Estimate, Wishes, estimates
+from holdfast.policy.situation import Situation
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was found for a situation."""
+
+    situation: Situation
+    ranked: tuple[Estimate, ...]
+    """Those that fit, by what they add to the training time; then those that do not."""
+
+    @property
+    def best(self) -> Estimate:
+        """The one to use."""
+        if self.ranked[0].objection is not None:
+            raise ConfigError(f"nothing fits: {self.ranked[0].name} {self.ranked[0].objection}")
+        return self.ranked[0]
+
+
+def plan(situation: Situation, wishes: Wishes | None = None, among: Collection[str] = ()) -> Plan:
+    """Rank the protections, of some kinds only if ``among`` names them.
+
+    Of those that cost about the same, the one that needs less memory comes first.
+    """
+    unknown = sorted(set(among) - set(KINDS))
+    if unknown:
+        raise ConfigError(f"there is no protection {unknown[0]!r}: there are {', '.join(KINDS)}")
+    found = [one for one in estimates(situation, wishes) if not among or one.kind in among]
+    if not found:
+        raise ConfigError(
+            f"{', '.join(among)} need more than {situation.servers} servers: use more, or another protection"
+        )
+    return Plan(situation, tuple(sorted(found, key=_rank)))
+
+
+def _rank(estimate: Estimate) -> tuple[bool, float, float]:
+    return estimate.objection is not None, round(estimate.overhead, 5), estimate.memory_share
+
+
+def configuration(
+    estimate: Estimate, *, servers: int, workers: int, path: str, base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The keys of a configuration for ``holdfast train`` that has this protection; others as in ``base``."""
+    values = dict(base or {})
+    job = {**(values.get("job") or {}), "servers": servers, "workers": workers}
+    protection = estimate.settings.get("protection")
+    if protection is not None:
+        job["protection"] = dict(protection)
+    values["job"] = job
+    checkpoint = estimate.settings.get("checkpoint")
+    if checkpoint is not None:
+        values["checkpoint"] = {**(values.get("checkpoint") or {}), "path": path, **checkpoint}
+    return values

@@ -1,0 +1,145 @@
+"""What ``holdfast plan`` prints: a table for people, the same values as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.policy.lifetimes import Fit
+from holdfast.policy.planner import Plan
+from holdfast.policy.protections import KINDS, Estimate
+from holdfast.policy.units import show_bytes, show_hours, show_percent
+
+_PLAIN_WIDTH = 200  # of what is not a terminal: wide enough to cut nothing off
+
+
+def make_console() -> Console:
+    """Standard output; lines are as long as they need be where it is a file or a pipe."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+
+
+def show_plan(plan: Plan, console: Console, *, explain: bool) -> None:
+    """All protections, the best first, and the one to use."""
+    situation = plan.situation
+    console.print(
+        f"{show_bytes(situation.table_bytes)} of tables on {situation.servers} servers, "
+        f"{situation.workers} workers, {show_hours(situation.hours)} of training, a failure every "
+        f"{show_hours(situation.mtbf_hours)}: {situation.failures:.3g} are expected",
+        soft_wrap=True,
+    )
+    columns = dict(_COLUMNS)
+    if console.width < _WIDE:
+        for name in _WIDE_ONLY:
+            del columns[name]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "protection" else "right", no_wrap=True)
+    for one in plan.ranked:
+        cells = (cell(one) for cell in columns.values())
+        table.add_row(*cells, style=None if one.objection is None else "dim")
+    console.print(table)
+    for one in plan.ranked:
+        if one.objection is not None:
+            console.print(f"not {escape(one.name)}: {escape(one.objection)}", soft_wrap=True)
+    if explain:
+        for one in plan.ranked:
+            show_terms(one, console)
+    best = plan.best
+    console.print(
+        f"[bold]Use {escape(best.name)}[/]: {KINDS[best.kind]}; it is expected to add "
+        f"{show_percent(best.overhead)} to the training time.",
+        soft_wrap=True,
+    )
+
+
+def _rate(size: float) -> str:
+    return f"{show_bytes(size)}/s" if size else "–"
+
+
+_COLUMNS: Mapping[str, Callable[[Estimate], str]] = {
+    "protection": lambda one: escape(one.name),
+    "costs": lambda one: show_percent(one.overhead),
+    "saves": lambda one: "–" if one.interval_hours is None else show_hours(one.interval_hours),
+    "memory": lambda one: f"+{show_percent(one.memory_share)}" if one.memory_share else "–",
+    "stored": lambda one: show_bytes(one.stored_bytes) if one.stored_bytes else "–",
+    "to store": lambda one: _rate(one.storage_rate),
+    "to servers": lambda one: _rate(one.traffic_rate),
+    "redone": lambda one: show_hours(one.redone_hours) if one.redone_hours else "–",
+    "AUC lost": lambda one: f"{one.auc_loss:.1e}" if one.auc_loss else "–",
+    "loss": lambda one: show_percent(one.loss_chance) if one.loss_chance else "–",
+}
+_WIDE_ONLY = ("stored", "to store", "to servers")
+_WIDE = 105
+
+
+def show_terms(one: Estimate, console: Console) -> None:
+    """Where an overhead comes from."""
+    console.print(f"\n[bold]{escape(one.name)}[/]: {KINDS[one.kind]}", soft_wrap=True)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for term in one.terms:
+        table.add_row(term.what, show_percent(term.share), escape(term.how))
+    table.add_row("together", show_percent(one.overhead), "of the training time", style="bold")
+    console.print(table)
+    if one.save_memory_share:
+        peak = show_percent(one.memory_share + one.save_memory_share)
+        console.print(f"memory: {peak} of the tables' more while a full version is copied")
+    if one.pls:
+        console.print(
+            f"portion of lost samples {one.pls:.3g}, {one.auc_loss / one.pls:.3g} of AUC for each 1"
+        )
+
+
+def show_basis(
+    assumed: Sequence[str], measured: Sequence[str], fits: Sequence[Fit], console: Console
+) -> None:
+    """What the figures rest on."""
+    if fits:
+        best, *others = fits
+        console.print(
+            f"failures: {_fit(best)} fits best, median {show_hours(best.lifetime.median_hours)}; "
+            + ", ".join(_fit(one) for one in others),
+            soft_wrap=True,
+        )
+    if measured:
+        console.print(f"measured here: {', '.join(measured)}", soft_wrap=True)
+    if assumed:
+        console.print(f"assumed: {', '.join(assumed)}", soft_wrap=True)
+
+
+def _fit(one: Fit) -> str:
+    shape = "" if one.lifetime.name == "exponential" else f"shape {one.lifetime.shape:.2g}, "
+    mtbf = show_hours(one.lifetime.mean_hours)
+    return f"{one.lifetime.name} ({shape}MTBF {mtbf}, RMSE {show_percent(one.rmse)})"
+
+
+def plan_json(plan: Plan, assumed: Sequence[str], fits: Sequence[Fit]) -> str:
+    """All of it as JSON; names are the attributes'."""
+    values: dict[str, Any] = {
+        "situation": asdict(plan.situation),
+        "assumed": list(assumed),
+        "fits": [
+            {**asdict(one.lifetime), "mean_hours": one.lifetime.mean_hours, "aic": one.aic, "rmse": one.rmse}
+            for one in fits
+        ],
+        "ranked": [_estimate(one) for one in plan.ranked],
+    }
+    return json.dumps(values, indent=2)
+
+
+def _estimate(one: Estimate) -> dict[str, Any]:
+    plain = (
+        "kind", "name", "overhead", "interval_hours", "memory_share", "save_memory_share", "stored_bytes",
+        "storage_rate", "traffic_rate", "redone_hours", "pls", "auc_loss", "loss_chance", "settings",
+        "objection",
+    )  # fmt: skip
+    return {name: getattr(one, name) for name in plain} | {"terms": [asdict(term) for term in one.terms]}

@@ -1,0 +1,89 @@
+"""``holdfast plan`` and ``holdfast simulate`` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.training.config import load
+
+
+def holdfast(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_plan_ends_in_a_recommendation_and_a_configuration(tmp_path: Path) -> None:
+    done = holdfast(
+        "plan", "--size", "220GB", "--servers", "5", "--mtbf", "20h", "--among", "full,chunked,full-stop",
+        "--explain", "--out", "planned.yaml", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Use chunked, 4 bits: what changed since the last one, kept in order (IncrCP)" in done.stdout
+    assert "assumed: rows of 64 weights (--dim)" in done.stdout
+    assert "work done again" in done.stdout  # the arithmetic
+    assert "wrote planned.yaml: holdfast train planned.yaml" in done.stdout
+    checkpoint = load(tmp_path / "planned.yaml").checkpoint
+    assert checkpoint is not None
+    assert checkpoint.quantize == 4
+
+
+def test_a_plan_as_json_from_a_failure_log(tmp_path: Path) -> None:
+    (tmp_path / "failures.csv").write_text("hours,failed\n" + "5,1\n20,1\n1,1\n7,1\n30,0\n2,1\n0.5,1\n")
+    done = holdfast(
+        "plan", "--size", "1TB", "--servers", "18", "--failure-log", "failures.csv", "--json", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["situation"]["mtbf_hours"] == found["fits"][0]["mean_hours"]
+    for one in found["ranked"]:
+        assert one["overhead"] == pytest.approx(sum(term["share"] for term in one["terms"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mtbf", "-20h"], "error: the mean time between failures in hours is -20: expected above 0\n"),
+        (
+            ["--mtbf", "20h", "-k", "5"],
+            "error: k is 5 and r is 1 but there are 5 servers: each record of a stripe needs a server of its "
+            "own, so k + r must be at most 5\n",
+        ),
+    ],
+)
+def test_impossible_input_is_refused_in_one_sentence(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = holdfast("plan", "--size", "220GB", "--servers", "5", *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == message
+    assert not done.stdout
+
+
+def test_simulated_clusters_with_a_picture(tmp_path: Path) -> None:
+    done = holdfast(
+        "simulate", "--size", "1TB", "--servers", "100", "--mtbf", "50h", "--hours", "300h", "--runs", "2",
+        "--nodes", "10,10000", "--among", "full,ecrm,partial", "--plot", "cost.png", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "MTBF falls linearly" in done.stdout
+    assert "servers fail independently" in done.stdout
+    assert "10,000 servers" in done.stdout
+    assert "The closed forms are off by at most" in done.stdout
+    picture = (tmp_path / "cost.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
+
+
+def test_figure_13(tmp_path: Path) -> None:
+    done = holdfast("simulate", "--paper", "--runs", "1", "--nodes", "10,300", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    points = json.loads(done.stdout)
+    assert len(points) == 2 * 2 * 2
+    assert {point["kind"] for point in points} == {"full-stop", "partial"}
