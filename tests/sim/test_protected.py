@@ -49,7 +49,7 @@ def first_caught(seeds: Sequence[int]) -> int | None:
     for seed in seeds:
         try:
             outcome = simulate(seed, protected=True, most_seconds=60.0)
-        except (AssertionError, IndexError):
+        except (AssertionError, LookupError):
             return seed
         if outcome.violations:
             return seed

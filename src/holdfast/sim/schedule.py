@@ -11,7 +11,7 @@ from holdfast.cluster.transport.memory import Weather
 from holdfast.sim.cluster import ROWS, Cluster, counting_plan
 
 KINDS = ("kill", "silence", "pause", "zombie", "link", "supervisor", "cut")
-SERVER_KINDS = ("server_kill", "server_silence", "server_pause", "server_link")
+SERVER_KINDS = ("server_kill", "server_silence", "server_pause", "server_link", "server_and_worker")
 
 
 @dataclass
@@ -133,6 +133,12 @@ class _Schedule:
     def _server_pause(self, slot: int) -> None:
         for peer in [p for p in self._network.nodes if p.role == "server" and p.slot == slot]:
             self._network.pause(peer, self._random.uniform(0.1, 4.0))
+
+    def _server_and_worker(self, slot: int) -> None:
+        """A worker dies with pushes that are not kept, and then the server that would have kept them."""
+        self._cluster.kill("worker", self._random.randrange(self._cluster.plan.workers), noticed=True)
+        later = self._network.now + self._random.uniform(0.0, 0.12)
+        self._network.at(later, lambda: self._cluster.kill("server", slot, noticed=True))
 
     def _server_link(self, slot: int) -> None:
         """Two servers cannot talk to each other, though everybody else can to both: one is replaced."""
