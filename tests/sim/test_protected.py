@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.cluster import calls, lanes, membership, parity, protection, rebuilding, server, transaction
+from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate
 from holdfast.tables import changes
 
@@ -54,6 +55,31 @@ def first_caught(seeds: Sequence[int]) -> int | None:
         if outcome.violations:
             return seed
     return None
+
+
+@pytest.mark.parametrize("r", [1, 2, 3])
+def test_scrubbing_finds_bits_that_flipped_while_training_runs(r: int) -> None:
+    """Hole 20: wrong parities are found; with more than one a stripe, the others outvote it."""
+    plan = counting_plan(servers=3 + r, workers=2, atomic=False, k=3, r=r)
+    cluster = Cluster(plan, 5, 400)
+    network = cluster.network
+    flipped = []
+
+    def flip() -> None:
+        for slot in (0, 2):
+            protection = cluster.servers[slot].protection
+            assert protection is not None
+            protection.parities[0].records[1, 0] ^= 1 << 7
+            flipped.append(slot)
+
+    network.at(2.0, flip)
+    assert network.run(lambda: cluster.supervisor.view.phase == "stopping", 60.0)
+    network.run(lambda: False, 2.0)
+    redundancy = [cluster.servers[slot].redundancy() for slot in range(plan.servers)]
+    assert [slot for slot, said in enumerate(redundancy) if said.wrong] == flipped == [0, 2]
+    assert sum(said.repaired for said in redundancy) == (0 if r == 1 else 2)
+    assert len(cluster.violations()) == (2 if r == 1 else 0)
+    assert [e for e, _ in cluster.supervisor.events].count("parities_wrong") >= 2
 
 
 # Each takes one guard out. What it says is what then happens.

@@ -93,6 +93,8 @@ class _ServerMember(Member):
     lost_at: float | None = None
     """When this supervisor asked for the incarnation; None: one before it did, and it may have started."""
     recovering: bool = False
+    wrong: tuple[int, int] = (0, 0)
+    """Parities that did not agree with their members, and how many of those were made anew."""
 
     @property
     def marks(self) -> tuple[WorkerMark, ...]:
@@ -389,6 +391,9 @@ class Supervisor:
         if beat is None or not beat.started.epoch:
             return
         redundancy = beat.redundancy
+        if (redundancy.wrong, redundancy.repaired) != server.wrong:
+            server.wrong = redundancy.wrong, redundancy.repaired
+            self._say("parities_wrong", server, wrong=redundancy.wrong, repaired=redundancy.repaired)
         if redundancy.lost:
             text = f"took over, but could not recover {redundancy.lost}"
             self._fail(Failure("lost", server.peer, text))

@@ -9,7 +9,7 @@ though nobody was stopped. Nothing here is durable: whatever dies is begun again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,12 +34,14 @@ from holdfast.cluster.transport.base import Envelope, Frame, as_array
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024
 
+Purpose = Literal["recover", "rebuild", "scrub", "repair"]
+
 
 @dataclass
 class _Job:
     """Members of some stripes on their way into a sum."""
 
-    purpose: Literal["recover", "rebuild", "scrub"]
+    purpose: Purpose
     number: int
     group: int
     parity: int
@@ -58,6 +60,17 @@ class _Job:
     without: tuple[int, ...] = ()
 
 
+@dataclass
+class _Vote:
+    """Stripes whose members do not make up one parity: what do the others say?"""
+
+    group: int
+    parity: int
+    blocks: NDArray[np.int64]
+    own_is_wrong: NDArray[np.bool_]
+    waiting: set[int] = field(default_factory=set)
+
+
 class Rebuilding:
     """The machine of it.
 
@@ -70,8 +83,7 @@ class Rebuilding:
         self.rebuilt = 0
         """Parities that were lost and are whole again."""
         self.scrubbed = self.wrong = self.repaired = 0
-        self.on_wrong: Callable[[int, int, NDArray[np.int64]], None] = lambda group, parity, blocks: None
-        """Called with stripes whose members do not make up their parity."""
+        """Parities that were compared with their members, that did not agree, and that were put right."""
         self._plan = plan
         self._protection = protection
         self._parities = protection.parities
@@ -81,6 +93,7 @@ class Rebuilding:
         self._cursor: dict[tuple[int, int], int] = {}
         self._scrub_at = 0.0
         self._scrub_cursor = 0
+        self._votes: dict[int, _Vote] = {}
         protection.on_values = self.take_values
         protection.on_change = self.note_change
 
@@ -190,8 +203,53 @@ class Rebuilding:
         wrong = checked & (parity.get(job.parity, job.blocks) != job.sums).any(1)
         self.scrubbed += int(checked.sum())
         self.wrong += int(wrong.sum())
-        if wrong.any():
-            self.on_wrong(job.group, job.parity, job.blocks[wrong])
+        if wrong.any() and parity.placement.r > 1:
+            self._ask_others(job.group, job.parity, job.blocks[wrong])
+
+    # Where they do not agree, either the parity is wrong or a member is. With one parity nobody can tell. With
+    # more, the others know: if they agree with the members, this one is wrong, and is made anew. A member
+    # that is wrong is only counted: its row may have been trained on since.
+
+    def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64]) -> None:
+        placement = self._parities[group].placement
+        owner = placement.member_server(self._protection.me.slot, parity, 0)
+        self._numbers += 1
+        vote = _Vote(group, parity, blocks, np.ones(len(blocks), np.bool_))
+        for t in range(placement.r):
+            other = self._protection.peer(placement.parity_server(owner, 0, t))
+            if t != parity and other is not None:
+                vote.waiting.add(t)
+                message = Recover(-self._numbers, group, t, (), len(blocks))
+                self._post(other, message, [blocks.astype(np.uint32)])
+        self._votes[-self._numbers] = vote
+
+    def take_vote(self, message: Syndromes, frames: Sequence[Frame], now: float) -> None:
+        """Whether another parity of stripes agrees with their members."""
+        vote = self._votes.get(message.request)
+        if vote is None or message.parity not in vote.waiting or len(frames) != 2 + len(message.lacking):
+            return
+        words = self._plan.groups[vote.group].words
+        at = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
+        syndromes = as_array(frames[1], np.uint32, (message.rows, words))
+        agrees = np.zeros(len(vote.blocks), np.bool_)
+        if len(at) and at.max() >= len(vote.blocks):
+            raise ValueError("syndromes of stripes that were not asked for")
+        agrees[at] = (syndromes == 0).all(1)
+        vote.own_is_wrong &= agrees
+        vote.waiting.remove(message.parity)
+        if not vote.waiting:
+            del self._votes[message.request]
+            members = set(range(self._parities[vote.group].placement.k))
+            blocks = vote.blocks[vote.own_is_wrong]
+            if len(blocks):
+                self._look_at(self._begin("repair", vote.group, vote.parity, blocks, members, now), now)
+
+    def _repair(self, job: _Job) -> None:
+        good = np.ones(len(job.blocks), np.bool_)
+        for at in job.lacking.values():
+            good[at] = False
+        self._parities[job.group].put(job.parity, job.blocks[good], job.sums[good])
+        self.repaired += int(good.sum())
 
     # What all three do
 
@@ -248,7 +306,7 @@ class Rebuilding:
 
     def _begin(
         self,
-        purpose: Literal["recover", "rebuild", "scrub"],
+        purpose: Purpose,
         group: int,
         parity: int,
         blocks: NDArray[np.int64],
@@ -273,6 +331,8 @@ class Rebuilding:
             self._answer(job)
         elif job.purpose == "scrub":
             self._compare(job)
+        elif job.purpose == "repair":
+            self._repair(job)
         else:
             parity = self._parities[job.group]
             self.rebuilt += int(parity.whole(job.parity, job.blocks).sum())

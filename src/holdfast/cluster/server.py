@@ -298,7 +298,9 @@ class Server:
             protection.read(source, message, frames, self._now)
         elif isinstance(message, Recover):
             self.rebuilding.recover(source, message, frames, self._now)
-        elif self.recovery is not None and isinstance(message, Syndromes):
+        elif isinstance(message, Syndromes) and message.request < 0:
+            self.rebuilding.take_vote(message, frames, self._now)
+        elif isinstance(message, Syndromes) and self.recovery is not None:
             self.recovery.receive(source, message, frames, self._now)
         self.rebuilding.finish(self._now)
 
