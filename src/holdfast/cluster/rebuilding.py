@@ -206,9 +206,9 @@ class Rebuilding:
         if wrong.any() and parity.placement.r > 1:
             self._ask_others(job.group, job.parity, job.blocks[wrong])
 
-    # Where they do not agree, either the parity is wrong or a member is. With one parity nobody can tell. With
-    # more, the others know: if they agree with the members, this one is wrong, and is made anew. A member
-    # that is wrong is only counted: its row may have been trained on since.
+    # Where they do not agree, either the parity is wrong or a member is. With one parity nobody can tell.
+    # With more, the others know: if they agree with the members, this one is wrong, and is made anew. A
+    # member that is wrong is only counted: its row may have been trained on since.
 
     def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64]) -> None:
         placement = self._parities[group].placement
