@@ -21,7 +21,7 @@ def servers_of_stripes(servers: int, k: int, r: int) -> set[frozenset[int]]:
 
 @pytest.mark.parametrize(
     ("servers", "k", "r"),
-    [(5, 4, 1), (6, 4, 1), (9, 4, 1), (10, 4, 1), (9, 3, 1), (7, 4, 2), (12, 4, 2), (4, 1, 1)],
+    [(5, 4, 1), (6, 4, 1), (9, 4, 1), (10, 4, 1), (13, 4, 1), (9, 3, 1), (7, 4, 2), (13, 4, 2), (5, 1, 1)],
 )
 def test_which_servers_share_a_stripe_is_as_rows_are_placed(servers: int, k: int, r: int) -> None:
     stripes = servers_of_stripes(servers, k, r)
