@@ -94,7 +94,7 @@ class _Schedule:
 
     def __init__(self, cluster: Cluster, faults: int) -> None:
         self.done: Counter[str] = Counter()
-        self._linked: tuple[float, set[int]] = (0.0, set())
+        self._doomed: list[tuple[float, set[int]]] = []
         self._cluster = cluster
         self._left = faults
         self._network = cluster.network
@@ -110,7 +110,7 @@ class _Schedule:
             kind = self._random.choice((*KINDS, *SERVER_KINDS) if plan.r else KINDS)
             if kind in SERVER_KINDS:
                 slot = self._random.randrange(plan.servers)
-                if len(self._cluster.degraded() | self._unreachable() | {slot}) <= plan.r:
+                if len(self._cluster.degraded() | self._dying() | {slot}) <= plan.r:
                     self.done[kind] += 1
                     getattr(self, f"_{kind}")(slot)
             else:
@@ -138,6 +138,7 @@ class _Schedule:
         """A worker dies with pushes that are not kept, and then the server that would have kept them."""
         self._cluster.kill("worker", self._random.randrange(self._cluster.plan.workers), noticed=True)
         later = self._network.now + self._random.uniform(0.0, 0.12)
+        self._doomed.append((later + 0.1, {slot}))
         self._network.at(later, lambda: self._cluster.kill("server", slot, noticed=True))
 
     def _server_link(self, slot: int) -> None:
@@ -146,11 +147,12 @@ class _Schedule:
         if len(self._cluster.degraded() | {slot, other}) <= max(2, self._cluster.plan.r):
             seconds = self._random.uniform(0.1, 2.5)
             self._network.cut_link(Peer("server", slot), Peer("server", other), seconds)
-            self._linked = self._network.now + seconds + 2.0, {slot, other}
+            self._doomed.append((self._network.now + seconds + 2.0, {slot, other}))
 
-    def _unreachable(self) -> set[int]:
-        """Servers of which one may be taken for dead any moment."""
-        return self._linked[1] if self._network.now < self._linked[0] else set()
+    def _dying(self) -> set[int]:
+        """Servers that may be dead, or taken for dead, any moment."""
+        now = self._network.now
+        return set().union(*(slots for until, slots in self._doomed if now < until))
 
     def _pause(self, worker: int) -> None:
         """As SIGSTOP and SIGCONT do it: often for long enough that another has taken over meanwhile."""
