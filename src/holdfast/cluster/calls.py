@@ -93,6 +93,11 @@ class PushCall(Call):
     samples: int = 0
     frames: dict[int, tuple[tuple[Part, ...], Sequence[Frame]]] = field(default_factory=dict)
     committing: bool = False
+    returned: Floats | None = None
+    """The new weights of the last group's rows, as answers bring them; None: they were not asked for."""
+    lacking: set[int] = field(default_factory=set)
+    """Servers that have not sent theirs."""
+    spread: Spread | None = None
 
 
 class Calls:
@@ -186,14 +191,22 @@ class Calls:
         gradients: Sequence[Floats],
         now: float,
         samples: int = 0,
+        *,
+        returns: bool = False,
     ) -> PushCall:
         """Send gradients of these rows to all servers, those without rows included: each keeps count.
 
-        The last push must be done: a server knows a repetition by its number alone.
+        The last push must be done: a server knows a repetition by its number alone. With ``returns``, answers
+        bring the new weights of the last group's rows (``returned``), unless something was lost on the way.
         """
         assert self.applied
         self._now = now
         call = PushCall(sequence=sequence, batch=batch, samples=samples)
+        if returns:
+            call.spread, call.returned = spreads[-1], np.empty_like(gradients[-1])
+            call.lacking = {
+                s for s in range(self._plan.servers) if len(call.spread.places[call.spread.at(s)])
+            }
         self._pushes.append(call)
         self._ask_kept = now + self._plan.timing.retry_seconds
         for server in range(self._plan.servers):
@@ -218,7 +231,7 @@ class Calls:
         if isinstance(message, Rows):
             self._take_rows(server, message, envelope.frames)
         elif isinstance(message, Pushed):
-            self._take_pushed(server, message)
+            self._take_pushed(server, message, envelope.frames)
             self._keep(server, message.kept)
         elif isinstance(message, Kept):
             self._keep(server, message.sequence)
@@ -301,12 +314,18 @@ class Calls:
             frames += [spread.places[here], values[here]]
         self._post(server, Install(tuple(parts)), frames)
 
-    def _take_pushed(self, server: int, message: Pushed) -> None:
+    def _take_pushed(self, server: int, message: Pushed, frames: Sequence[Frame]) -> None:
         call = self._numbered(message.sequence)
         if call is None or server not in call.questions:
             return
         if message.applied:
             del call.questions[server]
+            if call.returned is not None and call.spread is not None and frames:
+                here = call.spread.at(server)
+                shape = (here.stop - here.start, call.returned.shape[1])
+                if len(frames) == 1 and message.rows == shape[0]:
+                    call.returned[here] = as_array(frames[0], np.float32, shape)
+                    call.lacking.discard(server)
         elif not call.committing and isinstance(call.questions[server].message, Push):
             del call.questions[server]
             if call.done:
@@ -333,13 +352,18 @@ class Calls:
 
     def _ask_push(self, call: PushCall, server: int) -> None:
         if call.committing:
-            self._ask(call, server, Commit(call.sequence), ())
+            self._ask(call, server, Commit(call.sequence, self._returns(call)), ())
         else:
             self._ask(call, server, *self._push_message(call, server))
 
     def _push_message(self, call: PushCall, server: int) -> tuple[Push, Sequence[Frame]]:
         parts, frames = call.frames[server]
-        return Push(call.sequence, call.batch, call.samples, parts, stage=self._plan.atomic), frames
+        atomic = self._plan.atomic
+        returns = -1 if atomic else self._returns(call)
+        return Push(call.sequence, call.batch, call.samples, parts, stage=atomic, returns=returns), frames
+
+    def _returns(self, call: PushCall) -> int:
+        return -1 if call.returned is None else len(self._plan.groups) - 1
 
     def _ask(self, call: Call, server: int, message: Message, frames: Sequence[Frame]) -> None:
         patience = self._plan.timing.retry_seconds

@@ -89,22 +89,26 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     samples: int
     parts: tuple[Part, ...]
     stage: bool = False
+    returns: int = -1
+    """The group of which the answer is to hold the new weights; -1: none. They save a pull."""
 
 
 class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     """Worker → server: all servers have staged this push; apply it."""
 
     sequence: int
+    returns: int = -1
 
 
 class Pushed(Struct, frozen=True, array_like=True, tag="pushed"):
-    """The answer to ``Push`` and ``Commit``."""
+    """The answer to ``Push`` and ``Commit``. Frame, if it has rows: their new weights."""
 
     sequence: int
     applied: bool
     """False: staged only."""
     kept: int = 0
     """The newest push of this worker that no failure which the code covers can undo."""
+    rows: int = 0
 
 
 class Kept(Struct, frozen=True, array_like=True, tag="kept"):

@@ -275,9 +275,9 @@ class Server:
         elif isinstance(message, Pull):
             return self._pull(envelope, message)
         elif isinstance(message, Push):
-            return self._push(envelope, message), ()
+            return self._push(envelope, message)
         elif isinstance(message, Commit):
-            return self._commit(envelope, message), ()
+            return self._commit(envelope, message)
         elif isinstance(message, Install):
             self._install(message, frames)
         elif isinstance(message, Collect) and source.role == "supervisor" and self.saver is not None:
@@ -389,24 +389,38 @@ class Server:
                 target = Peer("worker", worker.slot, worker.incarnation)
                 self.outbox.append(Envelope(self.me, target, Kept(kept)))
 
-    def _push(self, envelope: Envelope, message: Push) -> Pushed | Refused | None:
+    def _push(self, envelope: Envelope, message: Push) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         source = envelope.source
         updates = self._updates(message.parts, envelope.frames)
         if not all(self.shards[group].installed for group, _, _ in updates):
-            return Refused("not installed", message.sequence)
+            return Refused("not installed", message.sequence), ()
         if self._waits(envelope, "push", message.sequence, updates):
-            return None
+            return None, ()
         answer = self._ledger.push(
             source, message.sequence, message.batch, updates, samples=message.samples, stage=message.stage
         )
-        return self._with_kept(answer, source)
+        return self._with_rows(self._with_kept(answer, source), updates, message.returns)
 
-    def _commit(self, envelope: Envelope, message: Commit) -> Pushed | Refused | None:
+    def _commit(self, envelope: Envelope, message: Commit) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         source = envelope.source
         if (source, "push", message.sequence) in self._waiting:
             self._waiting[source, "commit", message.sequence] = envelope
-            return None
-        return self._with_kept(self._ledger.commit(source, message.sequence), source)
+            return None, ()
+        updates: list[Update] = []
+        if 0 <= source.slot < self.plan.workers:
+            updates = self._ledger.staged(source.slot, message.sequence) or []
+        answer = self._with_kept(self._ledger.commit(source, message.sequence), source)
+        return self._with_rows(answer, updates, message.returns)
+
+    def _with_rows(
+        self, answer: Pushed | Refused | None, updates: Sequence[Update], group: int
+    ) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
+        """The answer to a push, with the new weights of a group's rows if they were asked for."""
+        if group >= 0 and isinstance(answer, Pushed) and answer.applied:
+            for number, places, _ in updates:
+                if number == group:
+                    return replace(answer, rows=len(places)), [self.shards[group].pull(places)]
+        return answer, ()
 
     def _pull(self, envelope: Envelope, message: Pull) -> tuple[Rows | None, Sequence[Frame]]:
         if len(envelope.frames) != len(message.parts):
@@ -536,7 +550,7 @@ def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
     """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
     few = np.arange(3, dtype=np.uint32).tobytes()
     for group in groups:
-        small = replace(group, tables=(TablePlan("few", 3),), initial="uniform")
+        small = replace(group, tables=(TablePlan("few", 3),), initial="installed")
         shard = GroupShard(small, Placement(1), 0, 0, keep_changes=True)
         zeros = bytes(3 * 4 * group.dim)
         # As they come in messages: for arrays of another kind, other code would be compiled.
@@ -552,7 +566,8 @@ def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
 
 
 def _warm_up_code(group: GroupPlan, placement: Placement, blocks: Blocks, differences: bytes) -> None:
-    few = replace(group, tables=(TablePlan("few", 3 * placement.k * placement.servers),))
+    tables = (TablePlan("few", 3 * placement.k * placement.servers),)
+    few = replace(group, tables=tables, initial="uniform")
     parity = ParityShard(few, placement, 0, 0)
     records = as_array(differences, np.uint32, (3, group.words))
     for t in range(placement.r):

@@ -80,6 +80,8 @@ class Worker:
         self._computing: Item | None = None
         self._computed: Item | None = None
         self._push: PushCall | None = None
+        self._network: tuple[int, Floats | None] = (0, None)
+        """The network's rows after a push that all servers have applied."""
         self._last_sequence = 0
         self._next_beat = 0.0
         self._told: State = "ready"
@@ -215,7 +217,11 @@ class Worker:
         if item.pull is None and missing <= self.plan.staleness:
             item.pull = self.calls.pull([*tables, nothing], now)
         if item.network is None and missing == 0:
-            item.network = self.calls.pull([*([nothing] * len(tables)), network], now)
+            sequence, rows = self._network
+            if rows is not None and sequence == self.applied and len(rows) == len(network.places):
+                item.network = PullCall(rows=[rows])  # the answers to the last push have brought it
+            else:
+                item.network = self.calls.pull([*([nothing] * len(tables)), network], now)
 
     def _mine(self) -> WorkerInView | None:
         return next((w for w in self.view.workers if w.slot == self.me.slot), None)
@@ -237,11 +243,19 @@ class Worker:
         """Do whatever has become possible."""
         if self._push is not None and self._push.done:
             self.applied = self._push.sequence
+            if self._push.returned is not None and not self._push.lacking:
+                self._network = self.applied, self._push.returned
             self._push = None
         if self._push is None and self._computed is not None and self.calls.applied:
             item, self._computed = self._computed, None
             self._push = self.calls.push(
-                item.sequence, item.position, item.spreads, item.gradients, now, item.samples
+                item.sequence,
+                item.position,
+                item.spreads,
+                item.gradients,
+                now,
+                item.samples,
+                returns=self.plan.staleness > 0,
             )
         for item in self._fed:
             self._pull(item, now)
