@@ -11,7 +11,8 @@ import pytest
 from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.saving import ShardSaver
-from holdfast.cluster.transport.memory import CALM, Weather
+from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.transport.memory import Network
 from holdfast.cluster.versions import Versions
 from holdfast.errors import CorruptCheckpoint
 from holdfast.sim.cluster import counting_plan
@@ -27,21 +28,21 @@ def plan_in(folder: Path, rows: int, **options: Any) -> JobPlan:
     return saved_plan(plan, CheckpointConfig(path=str(folder / "store"), **options))
 
 
-def problems(cluster: SavedCluster, seed: int) -> list[str]:
+def problems(cluster: SavedCluster) -> list[str]:
     """Whatever goes wrong with a job or with one of its versions."""
-    outcome = simulate(seed, batches=BATCHES, faults=0, cluster=cluster)
+    outcome = simulate(1, batches=BATCHES, faults=0, cluster=cluster)
     cluster.close()
     assert len(cluster.keepers) == 2, "one has died"
     errors = [error for keeper in cluster.keepers for error in keeper.errors]
     try:
         versions, wrong = wrong_versions(cluster.plan, BATCHES, servers=3)
-        assert len(versions) > 5
+        assert len(versions) > 2
     except CorruptCheckpoint as error:
         wrong = [str(error)]
     return outcome.violations + errors + wrong
 
 
-def rearranged_and_unsaid(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> list[str]:
+def rearranged_and_unsaid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """It dies when a manifest has files that servers have rearranged: they do not know that they are in it.
 
     So many rows that most are not saved again before it is worth while to rearrange files.
@@ -56,26 +57,32 @@ def rearranged_and_unsaid(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: i
             raise Died
 
     monkeypatch.setattr(Versions, "_replace", replace_and_die)
-    cluster = SavedCluster(plan_in(folder, rows=4000, every_steps=2), seed, BATCHES, CALM)
-    found = problems(cluster, seed)
+    found = problems(SavedCluster(plan_in(folder, rows=4000, every_steps=2), 1, BATCHES))
     assert len(replaced) > 1, "files were rearranged again"
     return found
 
 
-def asked_and_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> list[str]:
+def asked_and_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """It dies when one server has copied its rows for a version, and late beats tell its successor of a time
     before that."""
-    cut = ShardSaver.cut
+    cut, send = ShardSaver.cut, Network._send
+
+    def send_late(self: Any, envelope: Envelope) -> None:
+        if (envelope.source.role, envelope.target.role) == ("server", "supervisor"):
+            self.at(self.now + 1.0, lambda: self._deliver(envelope))
+        else:
+            send(self, envelope)
 
     def cut_and_die(self: Any, version: int, *, baseline: bool) -> None:
         cut(self, version, baseline=baseline)
         if version == 3 and len(cluster.keepers) == 1 and cluster.supervisor.me in cluster.network.nodes:
             cluster._end_supervisor()
 
+    monkeypatch.setattr(Network, "_send", send_late)
     monkeypatch.setattr(ShardSaver, "cut", cut_and_die)
     plan = plan_in(folder, rows=400, every_steps=4, strategy="incremental")
-    cluster = SavedCluster(plan, seed, BATCHES, Weather(delay_seconds=0.3))
-    return problems(cluster, seed)
+    cluster = SavedCluster(plan, 1, BATCHES)
+    return problems(cluster)
 
 
 def shards_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,25 +105,20 @@ def first_beats_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Supervisor, "may_cut", may_cut)
 
 
-Schedule = Callable[[Path, pytest.MonkeyPatch, int], list[str]]
+Schedule = Callable[[Path, pytest.MonkeyPatch], list[str]]
 GUARDS: dict[Schedule, Callable[[pytest.MonkeyPatch], None]] = {
     rearranged_and_unsaid: shards_are_not_read_again,
     asked_and_forgotten: first_beats_are_believed,
 }
-SEED = 4  # it shows both; others are tried if that is no longer so
 
 
 @pytest.mark.parametrize("schedule", GUARDS, ids=lambda schedule: schedule.__name__)
 def test_a_successor_goes_on(tmp_path: Path, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert schedule(tmp_path, monkeypatch, SEED) == []
+    assert schedule(tmp_path, monkeypatch) == []
 
 
 @pytest.mark.parametrize("schedule", GUARDS, ids=lambda schedule: GUARDS[schedule].__name__)
 def test_each_guard_is_needed(tmp_path: Path, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a guard taken out, the schedule goes wrong."""
     GUARDS[schedule](monkeypatch)
-    for seed in (SEED, *(seed for seed in range(20) if seed != SEED)):
-        with monkeypatch.context() as patch:
-            if schedule(tmp_path / str(seed), patch, seed):
-                return
-    pytest.fail("nothing went wrong")
+    assert schedule(tmp_path, monkeypatch) != []
