@@ -30,7 +30,7 @@ bench: venv
 	$(BIN)/holdfast bench train --json bench-train.json
 
 soak: venv
-	$(PYTEST) -m soak
+	$(PYTEST) -m soak --timeout 3600
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -138,7 +138,6 @@ def test_a_crash_with_quantized_rows(tmp_path: Path, strategy: Any, monkeypatch:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("quantized", [{}, QUANTIZED], ids=["raw", "quantized"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

@@ -135,7 +135,6 @@ def test_dense_files_cut_and_flipped(store: LocalStore) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["baseline", "increment", "live", "history"])
 def test_every_bit_of_every_kind_of_chunk(store: LocalStore, kind: str) -> None:
     name = chunks(read_newest(store))[kind]

@@ -163,7 +163,6 @@ def test_faults_with_quantized_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("quantized", [{}, QUANTIZED], ids=["raw", "quantized"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_faults_at_every_call(

@@ -58,7 +58,6 @@ def test_on_an_object_store(s3_server: S3Server, workers: Workers) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", range(len(STRATEGIES)), ids=lambda s: str(STRATEGIES[s]))
 def test_for_a_long_time(tmp_path: Path, workers: Workers, strategy: int) -> None:
     assert race(workers, str(tmp_path), strategy, right=1000, version=1000, policy={"keep": 2}) > 0

@@ -92,7 +92,6 @@ def test_killed_at_named_moments(tmp_path: Path, workers: Workers) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", range(len(STRATEGIES)))
 def test_killed_hundreds_of_times(tmp_path: Path, workers: Workers, strategy: int) -> None:
     chance = random.Random(strategy)
@@ -101,7 +100,6 @@ def test_killed_hundreds_of_times(tmp_path: Path, workers: Workers, strategy: in
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("operation", WRITING_OPERATIONS)
 def test_killed_at_every_moment(tmp_path: Path, workers: Workers, operation: str) -> None:
     for at in range(1, 400):

@@ -226,7 +226,6 @@ def test_any_order_with_quantized_rows(strategy: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("keep", [None, 1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

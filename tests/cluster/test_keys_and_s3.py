@@ -50,28 +50,28 @@ def test_a_job_with_keys_goes_on_from_an_object_store(
     mechanisms: list[str] = []
 
     def look(progress: JobProgress) -> None:
-        if progress.step and not mechanisms:
+        if progress.phase == "running" and not mechanisms:
             started = next(e for e in read_events(tmp_path / "first") if e["event"] == "job_started")
             ports = [port for process in started["processes"] for port in listening_ports(process["pid"])]
             mechanisms.extend(mechanism(port) for port in ports)
 
     def job(run: str, max_steps: int | None) -> hf.Job:
         return hf.Job(
-            network(), reader(), test_data=reader(samples=500, part="test"), servers=2, workers=1,
-            staleness=0, optimizer="adam", keys=tmp_path / "keys", max_steps=max_steps, run=tmp_path / run,
-            checkpoint={"path": store, "every_steps": 5},
+            network(), reader(samples=40_000), test_data=reader(samples=500, part="test"),
+            servers=2, workers=1, staleness=0, optimizer="adam", max_steps=max_steps,
+            keys=tmp_path / "keys", checkpoint={"path": store, "every_steps": 40}, run=tmp_path / run,
         )  # fmt: skip
 
-    first = job("first", max_steps=17).run(look)
-    assert (first.steps, first.save_errors) == (17, ())
-    assert len(first.versions) > 1
+    first = job("first", max_steps=170).run(look)
+    assert (first.steps, first.save_errors) == (170, ())
+    assert first.versions
     assert mechanisms == ["CURVE"] * 3, "the supervisor's and the servers'"
     with open_store(store, create=False) as opened:
         assert [v.version for v in read_newest(opened).versions] == list(first.versions)
-        assert read_newest(opened).versions[-1].step == 16
+        assert read_newest(opened).versions[-1].step == 169
 
     whole = job("second", max_steps=None)
     second = whole.run()
-    assert (second.steps, second.samples) == (40, 4000)
+    assert (second.steps, second.samples) == (400, 40_000)
     assert min(second.versions) > max(first.versions)
     assert second.records == twin_of(whole, servers=2).records()

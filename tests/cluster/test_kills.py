@@ -145,7 +145,7 @@ def test_a_worker_that_was_stopped_and_wakes_up_replaced(tmp_path: Path, atomic:
 
 def test_a_supervisor_that_is_killed_comes_back(tmp_path: Path) -> None:
     """Hole 18: in the midst of training, and while a worker is being replaced; no epoch is used twice."""
-    batches = 600
+    batches = 200
     plan = plan_of(tmp_path, batches, atomic=True)
     engine = LocalLauncher(tmp_path)
     kills: list[str] = []
