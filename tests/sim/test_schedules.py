@@ -89,16 +89,6 @@ def zombies_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transaction.PushLedger, "_account", account)
 
 
-def staged_pushes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a dead worker had committed at some servers is not committed at the others."""
-    original = transaction.PushLedger.adopt
-
-    def adopt(self: Any, workers: Sequence[WorkerInView]) -> None:
-        original(self, [_with_settle(w, min(w.settle, 0)) for w in workers])
-
-    monkeypatch.setattr(transaction.PushLedger, "adopt", adopt)
-
-
 def _with_settle(worker: WorkerInView, settle: int) -> WorkerInView:
     return msgspec.structs.replace(worker, settle=settle)
 
@@ -161,7 +151,6 @@ def the_next_push_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 MUTATIONS = {
     no_repetitions: 1,
     zombies_count: 105,
-    staged_pushes_are_dropped: 42,
     staged_pushes_all_count: 26,
     workers_start_at_once: 70,
     half_batches_are_cut: 11,
