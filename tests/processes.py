@@ -46,6 +46,8 @@ def _running(test: str) -> dict[int, str]:
         if mine not in environment:
             if any(environment):  # an empty one may belong to a process that is just being started
                 _strangers.add(pid)
-        elif wanted in environment:
+        elif (
+            wanted in environment and "multiprocessing.resource_tracker" not in command
+        ):  # it ends with this one
             found[int(pid)] = command
     return found

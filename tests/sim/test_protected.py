@@ -174,20 +174,6 @@ def workers_forget_pushes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(calls.Calls, "adopt", adopt)
 
 
-def workers_start_too_early(patch: pytest.MonkeyPatch) -> None:
-    """A dead worker's successor goes on behind pushes that are not kept."""
-    original = server.Server.marks
-
-    def marks(self: Any) -> Any:
-        return tuple(_with_kept(mark) for mark in original(self))
-
-    patch.setattr(server.Server, "marks", marks)
-
-
-def _with_kept(mark: Any) -> Any:
-    return replace(mark, kept=mark.sequence)
-
-
 def servers_start_too_early(patch: pytest.MonkeyPatch) -> None:
     """A replacement starts before the others refuse the old one."""
     patch.setattr(membership.Supervisor, "_others_follow", lambda self, server: True)
@@ -246,7 +232,6 @@ GUARDS = (
     rows_do_not_wait,
     replacements_forget_pushes,
     workers_forget_pushes,
-    workers_start_too_early,
     servers_start_too_early,
     new_lanes_are_trusted,
     first_values_come_late,
