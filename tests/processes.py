@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 _RUN = "HOLDFAST_TESTS_OF"  # the same test may run elsewhere on this machine
+_PYTHONS_OWN = "multiprocessing.resource_tracker"  # started once, it lives as long as its process
 _strangers: set[str] = set()
 
 
@@ -46,6 +47,6 @@ def _running(test: str) -> dict[int, str]:
         if mine not in environment:
             if any(environment):  # an empty one may belong to a process that is just being started
                 _strangers.add(pid)
-        elif wanted in environment:
+        elif wanted in environment and _PYTHONS_OWN not in command:
             found[int(pid)] = command
     return found
