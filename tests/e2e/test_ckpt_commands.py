@@ -18,19 +18,11 @@ import holdfast as hf
 from holdfast.cli import main
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.checkpoint.test_checkpointer import Run
-
-CKPT = [sys.executable, "-m", "holdfast", "ckpt"]
+from tests.e2e.commands import PATIENCE_SECONDS, holdfast
 
 
 def ckpt(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*CKPT, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return holdfast("ckpt", *arguments, cwd=cwd)
 
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -208,7 +200,9 @@ def test_ls_starts_without_torch(folder: Path) -> None:
         "except SystemExit as end: assert not end.code\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, timeout=PATIENCE_SECONDS
+    )
 
 
 def test_on_s3(s3_server: S3Server, tmp_path: Path, quick: Command, monkeypatch: pytest.MonkeyPatch) -> None:

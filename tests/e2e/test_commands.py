@@ -15,10 +15,10 @@ from tests.e2e.commands import ENDLESS, HOLDFAST, PATIENCE_SECONDS, SMALL, Termi
 
 
 def test_train_prints_a_summary_and_keeps_its_figures(tmp_path: Path) -> None:
-    more = ["--set=data.samples=20000", "--set=tensorboard=true", "--seed=5", "--run=here"]
+    more = ["--set=data.samples=10000", "--set=tensorboard=true", "--seed=5", "--run=here"]
     done = holdfast("train", *SMALL, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "finished after 157 steps, 20,000 samples" in done.stdout
+    assert "finished after 79 steps, 10,000 samples" in done.stdout
     assert "test AUC 0." in done.stdout
     assert "samples/s" in done.stdout
     events = read_events(tmp_path / "here")

@@ -19,6 +19,7 @@ from holdfast.checkpoint.manifest import read_newest
 from holdfast.checkpoint.store import open_store
 from holdfast.training.config import Config, load
 from holdfast.training.trainer import Trainer
+from tests.e2e.commands import PATIENCE_SECONDS, holdfast
 
 SAMPLES, BATCH = 38_400, 64
 SETTINGS = [
@@ -64,13 +65,12 @@ def versions(tmp_path: Path) -> list[Any]:
 
 
 def ckpt(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast", "ckpt", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return holdfast("ckpt", *arguments, cwd=Path.cwd())
 
 
 def test_a_job_is_killed_and_goes_on_with_other_servers_and_workers(tmp_path: Path) -> None:
     first = start(tmp_path, "first", 3, 2)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while len(versions(tmp_path)) < 2 and time.monotonic() < deadline:
         assert first.poll() is None, "it ended before it was killed"
         time.sleep(0.02)
@@ -80,7 +80,7 @@ def test_a_job_is_killed_and_goes_on_with_other_servers_and_workers(tmp_path: Pa
     assert len(saved) >= 2
 
     second = start(tmp_path, "second", 2, 3)
-    out, _ = second.communicate(timeout=180)
+    out, _ = second.communicate(timeout=PATIENCE_SECONDS)
     resumed, result = map(json.loads, out.splitlines())
     version, steps, samples = resumed["resumed"]
     assert version >= saved[-1].version  # one more may have been on its way

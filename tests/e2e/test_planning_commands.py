@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.training.config import load
-
-
-def holdfast(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
+from tests.e2e.commands import holdfast
 
 
 def test_a_plan_ends_in_a_recommendation_and_a_configuration(tmp_path: Path) -> None:
