@@ -389,8 +389,8 @@ class Runner:
             )
         if kind == "lost":
             return DataLoss(
-                f"{peer} {text} after {status.steps:,} steps: more servers have died than "
-                f"{self._code()} covers; {self._cure(status)} (logs: {logs})"
+                f"{peer} {text} after {status.steps:,} steps: more servers have died than a code of "
+                f"{self.plan.k} + {self.plan.r} covers; {self._cure(status, by_itself=True)} (logs: {logs})"
             )
         if kind == "worker":
             return WorkerFailed(
@@ -400,13 +400,12 @@ class Runner:
         kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
         return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
 
-    def _code(self) -> str:
-        return f"a code of {self.plan.k} + {self.plan.r}"
-
-    def _cure(self, status: Status) -> str:
-        """What to do when rows are lost."""
+    def _cure(self, status: Status, *, by_itself: bool = False) -> str:
+        """What is to be done when rows are lost, or is done by itself."""
         resume = self.plan.resume
         version = status.versions[-1] if status.versions else resume.version if resume else None
+        if version is not None and by_itself:
+            return f"the job goes back to its last checkpoint, version {version}"
         if version is not None:
             return f"start it again, and it goes on from its last checkpoint, version {version}"
         if self.plan.saving is not None:
