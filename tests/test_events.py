@@ -3,6 +3,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from holdfast.events import EventLog, read_events
 
 
@@ -32,3 +34,9 @@ def test_all_who_write_to_a_log_count_from_the_start_of_the_run(tmp_path: Path) 
     first.emit("three")
     one, two, three = (event["seconds"] for event in read_events(tmp_path))
     assert one + 0.19 <= two <= three + 0.01, "clocks of two kinds"
+
+
+def test_figures_cannot_take_the_place_of_the_logs_own(tmp_path: Path) -> None:
+    with EventLog(tmp_path) as log, pytest.raises(ValueError, match=r"event one: seconds are the log's own"):
+        log.emit("one", seconds=3.0)
+    assert read_events(tmp_path) == []

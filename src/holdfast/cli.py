@@ -46,7 +46,7 @@ def _root(
 
 @app.command(
     epilog="Example: holdfast train --set data.samples=200000 --set model.architecture=deepfm; "
-    "holdfast train --servers 4 --workers 2 --kill worker:1@step:200"
+    "holdfast train --servers 4 --workers 2 --protect 2+1 --kill server:1@step:200"
 )
 def train(
     config: Annotated[
@@ -66,6 +66,15 @@ def train(
     workers: Annotated[
         int | None, typer.Option(help="Processes that compute, with --servers; 2 by default.")
     ] = None,
+    protect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K+R",
+            help="What keeps the job going when servers die: R parities in memory for every K rows, on "
+            "servers of their own, so that any R servers may die; or [bold]replicate[/] (every row twice); "
+            "or [bold]none[/]. Needs K+R servers or more.",
+        ),
+    ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,7 +90,9 @@ def train(
         sys.path.insert(0, os.getcwd())  # where models and readers of the user's are, as with python -m
     job = {"servers": servers, "workers": workers, "kill": kill}
     overrides = [f"job.{key}={json_.dumps(value)}" for key, value in job.items() if value is not None]
-    loaded = load(config, [*(set_ or []), *overrides], seed=seed, run=run)
+    protection = [] if protect is None else [f"job.protection={json_.dumps(protect)}"]
+    # First: what --set says of it is on top.
+    loaded = load(config, [*protection, *(set_ or []), *overrides], seed=seed, run=run)
     if loaded.job.servers:
         from holdfast.cluster import session as jobs  # noqa: PLC0415
 

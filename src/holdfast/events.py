@@ -31,11 +31,14 @@ class EventLog:
             self._file = open(folder / "events.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def emit(self, event: str, /, **figures: Any) -> None:
-        """Write one event with its figures: numbers, strings, lists, dicts."""
+        """Write one event with its figures: numbers, strings, lists, dicts; none of the names above."""
         if self._file is None:
             return
         seconds = time.monotonic() - self._started
-        line = {"time": time.time(), "seconds": round(seconds, 6), "event": event, **figures}
+        line = {"time": time.time(), "seconds": round(seconds, 6), "event": event}
+        if line.keys() & figures.keys():
+            raise ValueError(f"event {event}: {', '.join(line.keys() & figures.keys())} are the log's own")
+        line |= figures
         self._file.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:

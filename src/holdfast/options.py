@@ -317,6 +317,20 @@ class NoProtection(Struct, frozen=True, tag_field="kind", tag="none", forbid_unk
 Protection = ErasureCode | Replication | NoProtection
 
 
+def parse_protection(text: str) -> Protection:
+    """Read one that is written "2+1" (k + r), "replicate" or "none"; ConfigError if it is none."""
+    if text == "none":
+        return NoProtection()
+    if text == "replicate":
+        return Replication()
+    k, plus, r = text.replace(" ", "").partition("+")
+    if not (plus and k.isdecimal() and r.isdecimal()):
+        raise ConfigError(
+            f"protection {text!r}: expected K+R, such as 2+1 (two rows share one parity), replicate, or none"
+        )
+    return ErasureCode(int(k), int(r))
+
+
 def _check_recovery(chunk_rows: int, share: float, scrub_seconds: float) -> None:
     _at_least("chunk_rows", chunk_rows, 1)
     _at_least("scrub_seconds", scrub_seconds, 0)

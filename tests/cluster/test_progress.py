@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import io
 import math
+import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from holdfast.cluster.messages import Evaluation, Figures, Happening, NodeStatus, Peer, Status
-from holdfast.cluster.progress import JobProgress, Reports, tell
-from holdfast.cluster.view import PlainJobView, render
+from holdfast.cluster.messages import (
+    Evaluation,
+    Figures,
+    Happening,
+    NodeStatus,
+    Peer,
+    Redundancy,
+    Status,
+)
+from holdfast.cluster.progress import JobProgress, RedundancyStatus, Reports, tell
+from holdfast.cluster.view import PlainJobView, describe_redundancy, render
 from holdfast.events import EventLog, read_events
 from holdfast.training.config import load
 
@@ -96,7 +107,49 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
             "saved version 3 at step 5: 5.0 MB",
         ),
         ("checkpoint_failed", {"error": "disk full"}, "checkpoint failed: disk full"),
-        ("server_lost", {"slot": 1, "reason": "x"}, None),  # the error says it
+        ("server_lost", {"slot": 1, "reason": "x", "protected": False}, None),  # the error says it
+        (
+            "server_lost",
+            {"slot": 1, "reason": "was killed by signal 9", "protected": True},
+            "server 1 was killed by signal 9: its rows are recovered while training goes on",
+        ),
+        ("server_started", {"slot": 1, "incarnation": 2, "after_seconds": 0.3}, None),
+        (
+            "training_resumed",
+            {"slot": 1, "incarnation": 2, "after_seconds": 0.66},
+            "training goes on after 0.7 s, with another process as server 1",
+        ),
+        (
+            "server_recovered",
+            {"slot": 1, "rows": 210_600, "after_seconds": None},  # by a supervisor that came back
+            "server 1: 210,600 rows recovered",
+        ),
+        (
+            "server_recovered",
+            {"slot": 1, "rows": 210_600, "after_seconds": 2.16, "compared": 210_600, "unequal": 0},
+            "server 1: 210,600 rows recovered in 2.2 s, bit-exact (210,600 compared with the memory of the "
+            "process that died)",
+        ),
+        (
+            "server_recovered",
+            {"slot": 1, "rows": 210_600, "after_seconds": 2.16, "compared": 210_000, "unequal": 0},
+            "server 1: 210,600 rows recovered in 2.2 s, bit-exact (210,000 compared with the memory of the "
+            "process that died, the other 600 had updates that workers sent again)",
+        ),
+        (
+            "server_recovered",
+            {"slot": 1, "rows": 210_600, "after_seconds": 2.16, "compared": 210_000, "unequal": 3},
+            "server 1: 210,600 rows recovered in 2.2 s; 3 of 210,000 that were compared with the memory of "
+            "the process that died DIFFER",
+        ),
+        ("redundancy_restored", {"after_seconds": 3.5}, "all rows and parities are there again after 3.5 s"),
+        (
+            "parities_wrong",
+            {"slot": 2, "wrong": 3, "repaired": 2},
+            "server 2: 3 parities did not agree with their rows, 2 of them were put right",
+        ),
+        ("data_lost", {"message": "server 1 died"}, "data was lost: server 1 died"),
+        ("job_restored", {"version": 4, "step": 900}, "the job goes on from version 4, step 900"),
     ],
 )
 def test_news_in_words(event: str, figures: dict[str, object], text: str | None) -> None:
@@ -123,6 +176,99 @@ def test_the_table_fits_80_columns() -> None:
         "1:28",
     ):
         assert part in shown, part
+
+
+def protected(*servers: NodeStatus, degraded: bool = True) -> RedundancyStatus:
+    reports = Reports(
+        load(None, ["job.servers=4", "job.protection={kind: erasure-code, k: 2, r: 2}"]), EventLog(None)
+    )
+    found = reports.note(Status("running", 5, 50, servers, degraded=degraded)).redundancy
+    assert found is not None
+    return found
+
+
+def server(slot: int, incarnation: int = 2, state: str = "ready", **lacks: Any) -> NodeStatus:
+    return NodeStatus(Peer("server", slot, incarnation), state, 0.0, redundancy=Redundancy(**lacks))
+
+
+@pytest.mark.parametrize(
+    ("servers", "tolerates", "text"),
+    [
+        ([server(0, 1), server(1, recovered=9)], 2, "redundancy is whole: any 2 servers may die"),
+        (
+            [server(0, 1), server(1, state="starting")],
+            1,
+            "redundancy is degraded: server 1 is gone, another process takes its place",
+        ),
+        (
+            [server(0, rows=30, recovered=10, parities=5), server(1, parities=1, rebuilt=3)],
+            0,
+            "redundancy is degraded: server 0 has 25% of its rows back; "
+            "server 1 has 75% of its parities back",
+        ),
+        (
+            [server(0, 1, parities=9), server(1, 1)],
+            1,
+            "redundancy is degraded: server 0 has 0% of its parities back",
+        ),
+    ],
+    ids=["whole", "gone", "two of them", "from a checkpoint"],
+)
+def test_redundancy(servers: list[NodeStatus], tolerates: int, text: str) -> None:
+    found = protected(*servers, degraded=tolerates < 2)
+    assert describe_redundancy(found) == text
+    assert found.state == ("healthy" if tolerates == 2 else "degraded")
+    assert found.tolerates == tolerates
+
+
+def test_servers_that_have_yet_to_start_have_lost_nothing() -> None:
+    assert protected(server(0, 1, "starting"), degraded=False).state == "healthy"
+
+
+def test_without_protection_there_is_no_redundancy() -> None:
+    assert progress().redundancy is None
+
+
+def test_time_left_until_all_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    reports = Reports(load(None, ["job.servers=3", "job.protection=2+1"]), EventLog(None))
+    left = []
+    for now[0], rows, recovered in ((100.0, 100, 0), (101.0, 60, 40), (102.0, 20, 80)):
+        lacking = server(1, rows=rows, recovered=recovered, parities=20)
+        found = reports.note(Status("running", 5, 50, (lacking,), degraded=True)).redundancy
+        assert found is not None
+        left.append(found.lacking[0].seconds_left)
+    assert left == [None, 80 / 40, 40 / 40]
+
+
+def test_the_table_of_a_protected_job_fits_80_columns() -> None:
+    lacking = server(3, 12, rows=30, recovered=10)
+    shown = msgspec.structs.replace(lacking, figures=SERVER.figures, silent_seconds=12.3)
+    state = msgspec.structs.replace(status(3120, 0.4, 0.5, progress=0.43), degraded=True)
+    state = msgspec.structs.replace(state, nodes=(*state.nodes, shown))
+    reports = Reports(load(None, ["job.servers=4", "job.protection=2+1"]), EventLog(None))
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render(reports.note(state), 123.4, 88.0))
+    text = console.export_text()
+    assert "…" not in text
+    assert "server 3 #12  recovering 25%" in text
+    assert "redundancy is degraded: server 3 has 25% of its rows back" in text
+
+
+def test_plain_lines_say_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    console = Console(width=200, file=io.StringIO(), record=True)
+    reports = Reports(load(None, ["job.servers=4", "job.protection=2+1"]), EventLog(None))
+    with PlainJobView(console) as view:
+        for now[0], rows in ((100.0, 0), (106.0, 30), (112.0, 0)):
+            lacking = server(1, rows=rows, recovered=10)
+            view.update(reports.note(Status("running", 5, 50, (lacking,), degraded=rows > 0)))
+    _, first, second, third = console.export_text().splitlines()
+    assert first.startswith("  0%  step 5")
+    assert second.startswith("      redundancy is degraded: server 1 has 25% of its rows back")
+    assert third.startswith("  0%  step 5")
 
 
 def test_plain_lines() -> None:

@@ -76,6 +76,43 @@ def test_a_server_that_dies_ends_the_job_with_a_sentence(tmp_path: Path) -> None
     check_none_is_left(tmp_path / "r")
 
 
+def test_a_protected_server_that_dies_is_replaced_while_training_goes_on(tmp_path: Path) -> None:
+    more = ["--protect", "2+1", "--set", "job.compare_recovered=true", "--set", "plot=true"]
+    done = holdfast(
+        "train", *JOB, "--servers", "3", *more, "--set", "data.samples=200000", "--kill", "server:1@step:60",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "3 servers and 2 workers are running",
+        "killing server 1 at step",
+        "server 1 was killed by signal 9: its rows are recovered while training goes on",
+        "training goes on after",
+        "all rows and parities are there again after",
+        "finished after 1,563 steps, 200,000 samples",
+        "bit-exact (",
+        "compared with the memory of the process that died",
+        "while redundancy was lacking",
+        "throughput over time: r/throughput.png",
+    ):
+        assert part in done.stdout, part
+    events = read_events(tmp_path / "r")
+    order = ["killed", "server_lost", "server_started", "server_recovered", "redundancy_restored"]
+    assert [e["event"] for e in events if e["event"] in order] == order
+    states = [e["redundancy"]["state"] for e in events if e["event"] == "progress"]
+    assert (states[0], states[-1]) == ("healthy", "healthy")
+    finished = events[-1]
+    assert (finished["steps"], finished["servers_replaced"]) == (1563, 1)
+    (failure,) = finished["failures"]
+    assert failure["rows"] >= failure["compared"] > 0
+    assert failure["unequal"] == 0
+    assert 0 < failure["started_seconds"] <= failure["resumed_seconds"]
+    assert failure["recovered_seconds"] <= failure["whole_seconds"]
+    assert (tmp_path / "r" / "throughput.png").stat().st_size > 10_000
+    assert not (tmp_path / "r" / "rows").exists()
+    check_none_is_left(tmp_path / "r")
+
+
 def test_the_live_view_on_a_terminal_and_a_clean_stop(tmp_path: Path) -> None:
     kill = ["--kill", "worker:1@step:40"]
     with Terminal("train", *JOB, ENDLESS, *kill, cwd=tmp_path, columns=100) as terminal:

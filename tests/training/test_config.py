@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.options import Policy
+from holdfast.options import ErasureCode, NoProtection, Policy, Protection, Replication
 from holdfast.training.config import Config, CriteoConfig, ModelConfig, SyntheticConfig, load, to_yaml
 from holdfast.training.saving import CheckpointConfig
 from holdfast.training.trainer import Trainer
@@ -58,6 +58,36 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "protection"),
+    [
+        ("2+1", ErasureCode(2, 1)),
+        ("3 + 2", ErasureCode(3, 2)),
+        ("replicate", Replication()),
+        ("none", NoProtection()),
+    ],
+)
+def test_protection_in_short(text: str, protection: Protection) -> None:
+    assert load(None, ["job.servers=5", f"job.protection={text}"]).job.protection == protection
+
+
+def test_keys_on_top_of_protection_in_short() -> None:
+    config = load(None, ["job.servers=4", "job.protection=2+1", "job.protection.scrub_seconds=5"])
+    assert config.job.protection == ErasureCode(2, 1, scrub_seconds=5.0)
+
+
+def test_the_demonstration() -> None:
+    config = load(Path(__file__).parents[2] / "docs" / "examples" / "demo.yaml")
+    job = config.job
+    assert (job.servers, job.workers, job.protection) == (4, 2, ErasureCode(2, 1))
+    assert job.compare_recovered
+    assert config.plot
+    (kill,) = job.kills
+    assert isinstance(config.data, SyntheticConfig)
+    steps = config.data.samples / config.batch_size
+    assert steps / 4 < kill.step < steps / 2, "there is a before and an after"
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("batchsize=3", r"no key batchsize; did you mean batch_size\?"),
@@ -85,6 +115,11 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("job={servers: 2, kill: [worker:2@step:3]}", "the job has 2 workers, expected one of 0 to 1"),
         ("job={servers: 2, kill: [server:2@step:3]}", "the job has 2 servers, expected one of 0 to 1"),
         ("job={servers: 2, kill: [worker 2]}", "kill 'worker 2': expected ROLE:SLOT@step:N"),
+        ("job.protection=2+1", r"job\.protection is set but job\.servers is 0"),
+        ("job={servers: 4, protection: 4+1}", r"job\.servers is 4, but a code of 4 \+ 1 needs 5 servers"),
+        ("job={servers: 4, protection: 2+4}", r"r is 4: expected 1 to 3 parities"),
+        ("job={servers: 4, protection: twice}", r"protection 'twice': expected K\+R, such as 2\+1"),
+        ("job={servers: 4, protection: -2+1}", r"protection '-2\+1': expected K\+R"),
         ("job.servers=-1", r"job\.servers: expected `int` >= 0"),
         ("job.worker=3", r"did you mean job\.workers\?"),
         ("servers=3", r"did you mean job\.servers\?"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,6 +26,7 @@ from holdfast.cluster.messages import Status
 from holdfast.cluster.planning import plan_job
 from holdfast.cluster.progress import JobProgress, Reports
 from holdfast.cluster.transport.address import listen_address
+from holdfast.cluster.witness import ROWS_FOLDER
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import ConfigError, DataLoss
@@ -32,6 +34,7 @@ from holdfast.events import EventLog
 from holdfast.options import Kill, NoProtection, Protection
 from holdfast.recipe import Recipe, recipe_of
 from holdfast.training.config import Config, load, to_yaml
+from holdfast.training.plots import plot_run, require_matplotlib
 from holdfast.training.session import make_folder, tensorboard
 
 TEST_SAMPLES = 100_000
@@ -146,6 +149,8 @@ class Job:
             on_status: called a few times a second with where the job stands.
         """
         config = self.config
+        if config.plot:
+            require_matplotlib()
         folder = make_folder(config.run)
         (folder / "config.yaml").write_text(to_yaml(config))
         with EventLog(folder) as events, tensorboard(config, folder) as board:
@@ -168,6 +173,8 @@ class Job:
                 events.emit("run_failed", error=type(error).__name__, message=str(error))
                 raise
             events.emit("run_finished", **_figures(result))
+        if config.plot:
+            plot_run(folder)
         return result
 
     def _run(
@@ -182,6 +189,7 @@ class Job:
         listen_address(job.bind, encrypted=keys is not None)  # what is refused is said here, not in a log
         kills = job.kills
         lost: tuple[str, ...] = ()
+        earlier: Runner | None = None
         while True:
             with LocalLauncher(folder, environment=_environment()) as engine:
                 # They load what they need while the plan is made.
@@ -189,19 +197,22 @@ class Job:
                     for _ in range(count):
                         engine.warm(role)
                 plan = plan_job(config)
-                if lost:
+                runner = Runner(plan, engine, folder, events, job.bind, job.keys or "", kills)
+                if earlier is not None:
                     if plan.resume is None:
                         raise DataLoss(lost[-1])
-                    events.emit("job_restored", version=plan.resume.version, step=plan.resume.steps)
-                runner = Runner(plan, engine, folder, events, job.bind, job.keys or "", kills)
+                    runner.happened, runner.failures = earlier.happened, earlier.failures
+                    runner.say("job_restored", version=plan.resume.version, step=plan.resume.steps)
                 try:
                     return replace(runner.run(on_status, stop_requested), losses=lost)
                 except DataLoss as error:
                     if config.checkpoint is None or len(lost) >= _MOST_RESTARTS:
                         raise
                     # The second line of defence: all over again from the last checkpoint.
-                    lost, kills = (*lost, str(error)), runner.kills_left
-                    events.emit("data_lost", message=str(error))
+                    lost, kills, earlier = (*lost, str(error)), runner.kills_left, runner
+                    runner.say("data_lost", message=str(error))
+                finally:
+                    shutil.rmtree(folder / ROWS_FOLDER, ignore_errors=True)
 
 
 def _checked(config: Config) -> Config:
@@ -278,7 +289,7 @@ def _environment() -> dict[str, str]:
 
 
 def _figures(result: JobResult) -> dict[str, Any]:
-    figures = {**asdict(result), "auc": result.auc}
+    figures = {**asdict(result), "auc": result.auc, "servers_replaced": result.servers_replaced}
     tests = [msgspec.structs.asdict(test) for test in result.tests]
     kills = [str(kill) for kill in result.kills_missed]
     return {**figures, "test": tests[-1], "tests": tests, "kills_missed": kills, "folder": str(result.folder)}

@@ -10,12 +10,13 @@ import hashlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds
 from holdfast.cluster.keys import Keys, load_keys
 from holdfast.cluster.launch.base import Engine
 from holdfast.cluster.loop import flush
@@ -84,10 +85,24 @@ class JobResult:
     """What was lost each time that more servers died than the code covers, and the job went back to its last
     checkpoint."""
 
+    failures: tuple[ServerFailure, ...] = ()
+    """Each server that died, and how the job came back."""
+    speeds: Speeds | None = None
+    """Samples per second before, between and after; None if no server died."""
+    parities_checked: int = 0
+    """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
+    parities_wrong: int = 0
+    """How often they did not agree."""
+
     @property
     def auc(self) -> float:
         """On the test part, at the end."""
         return self.test.auc
+
+    @property
+    def servers_replaced(self) -> int:
+        """Servers that died and were replaced."""
+        return sum(failure.started_seconds is not None for failure in self.failures)
 
 
 class Launcher:
@@ -209,8 +224,10 @@ class Runner:
     faults: dict[int, Sequence[str]] = field(default_factory=dict)
     kills_left: tuple[Kill, ...] = field(default=(), init=False)
     """Those of ``kills`` whose time had not come when the job ended."""
-    _happened: list[Happening] = field(default_factory=list, init=False)
+    happened: list[Happening] = field(default_factory=list)
     """What this process itself has seen happen."""
+    failures: Failures = field(default_factory=Failures)
+    """Servers that died, also in runs that this one goes on from."""
 
     def run(
         self,
@@ -256,7 +273,7 @@ class Runner:
             for slot in range(self.plan.workers):
                 launcher.start(Peer("worker", slot, 1))
             launcher.started.clear()
-            self._say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
+            self.say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
             return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
     def _wait_for_supervisor(self) -> str:
@@ -281,7 +298,8 @@ class Runner:
         stop_requested: Callable[[], bool],
         hold_requested: Callable[[], bool],
     ) -> JobResult:
-        clock = _Clock(self.plan.resume.samples if self.plan.resume else 0)
+        before = self.plan.resume.samples if self.plan.resume else 0
+        clock, speeds = _Clock(before), SpeedMeter(before)
         kills = list(self.kills)
         self.kills_left = tuple(kills)
         seen: Status | None = None
@@ -294,6 +312,8 @@ class Runner:
             if status is not None and status is not seen:
                 seen = status
                 clock.note(status)
+                self.failures.note(status.happened)
+                speeds.note(status.samples, degraded=status.degraded and bool(self.failures()))
                 on_status(self._with_happenings(status))
                 self._kill(kills, status, launcher)
                 if status.failure is not None:
@@ -302,7 +322,8 @@ class Runner:
                 finished_at = finished_at or time.monotonic()
                 records = _records(seen, self.plan.servers)
                 if records or time.monotonic() > finished_at + _LAST_WORDS_SECONDS:
-                    return self._result(seen, clock, launcher.stopping, tuple(kills), records)
+                    result = self._result(seen, clock, launcher.stopping, tuple(kills), records)
+                    return replace(result, speeds=speeds() if self.failures() else None)
 
     def _pass_time(self, launcher: Launcher, transport: ZmqTransport) -> None:
         launcher.tick(time.monotonic())
@@ -311,7 +332,7 @@ class Runner:
             launcher.receive(envelope, time.monotonic())
         pids = self.engine.pids() if launcher.started else {}
         for peer in launcher.started:
-            self._say("process_started", **_process(peer, pids.get(peer, 0)))
+            self.say("process_started", **_process(peer, pids.get(peer, 0)))
         launcher.started.clear()
 
     def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
@@ -319,15 +340,16 @@ class Runner:
         for kill in [k for k in kills if status.steps >= k.step and not status.finished]:
             kills.remove(kill)
             self.kills_left = tuple(kills)
-            self._say("killed", role=kill.role, slot=kill.slot, step=status.steps)
+            self.say("killed", role=kill.role, slot=kill.slot, step=status.steps)
             launcher.kill(kill.role, kill.slot)
 
-    def _say(self, event: str, **figures: Any) -> None:
+    def say(self, event: str, **figures: Any) -> None:
+        """Log an event, and let those who watch hear of it."""
         self.events.emit(event, **figures)
-        self._happened.append(Happening(time.time(), event, figures))
+        self.happened.append(Happening(time.time(), event, figures))
 
     def _with_happenings(self, status: Status) -> Status:
-        happened = sorted([*status.happened, *self._happened], key=lambda happening: happening.at)
+        happened = sorted([*status.happened, *self.happened], key=lambda happening: happening.at)
         return msgspec.structs.replace(status, happened=tuple(happened))
 
     def _result(
@@ -349,6 +371,9 @@ class Runner:
             interrupted=interrupted,
             versions=status.versions,
             save_errors=status.save_errors,
+            failures=self.failures(),
+            parities_checked=sum(node.redundancy.scrubbed for node in status.nodes),
+            parities_wrong=sum(node.redundancy.wrong for node in status.nodes),
         )
 
     def _error(self, status: Status) -> JobFailed:
@@ -364,8 +389,8 @@ class Runner:
             )
         if kind == "lost":
             return DataLoss(
-                f"{peer} {text} after {status.steps:,} steps: more servers have died than "
-                f"{self._code()} covers; {self._cure(status)} (logs: {logs})"
+                f"{peer} {text} after {status.steps:,} steps: more servers have died than a code of "
+                f"{self.plan.k} + {self.plan.r} covers; {self._cure(status, by_itself=True)} (logs: {logs})"
             )
         if kind == "worker":
             return WorkerFailed(
@@ -375,13 +400,12 @@ class Runner:
         kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
         return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
 
-    def _code(self) -> str:
-        return f"a code of {self.plan.k} + {self.plan.r}"
-
-    def _cure(self, status: Status) -> str:
-        """What to do when rows are lost."""
+    def _cure(self, status: Status, *, by_itself: bool = False) -> str:
+        """What is to be done when rows are lost, or is done by itself."""
         resume = self.plan.resume
         version = status.versions[-1] if status.versions else resume.version if resume else None
+        if version is not None and by_itself:
+            return f"the job goes back to its last checkpoint, version {version}"
         if version is not None:
             return f"start it again, and it goes on from its last checkpoint, version {version}"
         if self.plan.saving is not None:

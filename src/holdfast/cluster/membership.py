@@ -36,6 +36,7 @@ from holdfast.cluster.messages import (
     WorkerMark,
 )
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.recoveries import Recoveries
 from holdfast.cluster.transport.base import Envelope, Frame
 
 _Entry = TypeVar("_Entry", ServerInView, WorkerInView)
@@ -199,6 +200,7 @@ class Supervisor:
             worker.since_view = self.view.number
         self._first = self.view.number
         self._steps = [0] * plan.workers
+        self._recoveries = Recoveries()
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
@@ -267,6 +269,11 @@ class Supervisor:
         going = self.view.phase in ("running", "ending") and self.cut is None
         return going and all(s.follows(self._first) and self._is_whole(s) for s in self.servers)
 
+    @property
+    def degraded(self) -> bool:
+        """Whether rows or parities are lacking."""
+        return self._recoveries.degraded
+
     def _is_sound(self, server: _ServerMember) -> bool:
         """Whether a server has all of its rows and parities: another may be lost."""
         return self._is_whole(server) and server.beat is not None and not server.beat.redundancy.parities
@@ -306,6 +313,7 @@ class Supervisor:
             return
         for server in self.servers:
             self._bring_in_server(server, now)
+        self._note_redundancy(now)
         if self.view.phase == "starting" and all(m.stage == "started" for m in self.servers):
             self._change(phase="running")
         for worker in self.workers:
@@ -336,7 +344,10 @@ class Supervisor:
         elif beat is not None and _is_ready(server) and self._others_follow(server):
             self._change_server(server, endpoint=beat.endpoint, starts=True, since=self._next_number())
             server.stage, server.recovering = "started", True
-            self._say("server_started", server, seconds=_since(server.lost_at, now))
+            self._recoveries.start(
+                server.slot, [s.marks for s in self.servers if s is not server and s.marks]
+            )
+            self._say("server_started", server, after_seconds=_since(server.lost_at, now))
 
     def _begin(self) -> None:
         """All servers have their rows: the first ones of all slots begin in one view."""
@@ -403,7 +414,21 @@ class Supervisor:
             server.recovering = False
             server.deaths = 0
             seconds = _since(server.lost_at, now)
-            self._say("server_recovered", server, rows=redundancy.recovered, seconds=seconds)
+            found = {"compared": redundancy.compared, "unequal": redundancy.unequal}
+            said = found if self.plan.compare_recovered else {}
+            self._say("server_recovered", server, rows=redundancy.recovered, after_seconds=seconds, **said)
+        at_work = [w.beat is not None and w.beat.state == "working" for w in self.workers]
+        if self._recoveries.has_resumed(server.slot, server.marks, at_work):
+            self._say("training_resumed", server, after_seconds=_since(server.lost_at, now))
+
+    def _note_redundancy(self, now: float) -> None:
+        """Say when every server has all rows and parities again."""
+        beats = [s.beat for s in self.servers if s.stage == "started" and s.beat is not None]
+        lacking = any(beat.redundancy.rows or beat.redundancy.parities for beat in beats)
+        sound = all(self._is_sound(s) for s in self.servers)
+        if self._recoveries.is_restored(sound=sound, lacking=lacking):
+            seconds = _since(self._recoveries.since, now)
+            self.events.append(("redundancy_restored", {"after_seconds": seconds}))
 
     def _bring_in(self, worker: _WorkerMember) -> None:
         """Take a new incarnation of a worker one step further, if all servers are ready for it."""
@@ -504,8 +529,9 @@ class Supervisor:
         """A node no longer counts: it is replaced, or the job ends."""
         if self.view.phase == "stopping":
             return
-        self._say(f"{member.role}_lost", member, reason=how)
-        protected = self.plan.r and self.plan.dense != "none" and self._durable.began
+        protected = bool(self.plan.r and self.plan.dense != "none" and self._durable.began)
+        protects = {"protected": protected} if member.role == "server" else {}
+        self._say(f"{member.role}_lost", member, reason=how, step=self.steps(), **protects)
         if isinstance(member, _ServerMember) and not protected:
             self._fail(Failure("server", member.peer, how))
             return
@@ -527,6 +553,7 @@ class Supervisor:
         self._storage.save(self._durable)  # before anybody hears of this incarnation
         if isinstance(member, _ServerMember):
             member.lost_at = now
+            self._recoveries.lose(member.slot, now)
             entry = ServerInView(member.slot, member.incarnation)
             self._change(servers=_with(self.view.servers, entry))
             self._give_up_cut()

@@ -270,6 +270,9 @@ class Redundancy(Struct, frozen=True, array_like=True):
     """Stripes that were checked, found wrong, and put right."""
     wrong: int = 0
     repaired: int = 0
+    compared: int = 0
+    """Rows that were compared with the dead server's memory (see ``witness``), and those that differ."""
+    unequal: int = 0
 
 
 class Figures(Struct, frozen=True, array_like=True):
@@ -438,6 +441,7 @@ class NodeStatus(Struct, frozen=True, array_like=True):
     state: str
     silent_seconds: float
     figures: Figures = Figures()
+    redundancy: Redundancy = Redundancy()
 
 
 class Happening(Struct, frozen=True, array_like=True):
@@ -469,6 +473,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     """What kind, who, and how."""
     happened: tuple[Happening, ...] = ()
     """The last few events, so that one report may be lost."""
+    degraded: bool = False
+    """Whether rows or parities are lacking."""
 
 
 Message = (

@@ -19,8 +19,8 @@ class Timing(Struct, frozen=True, kw_only=True):
     """Between two signs of life."""
     silent_seconds: float = 10.0
     """A node that has given none for so long is taken for dead."""
-    start_seconds: float = 60.0
-    """A process that was started has so long to give its first."""
+    start_seconds: float = 180.0
+    """A process that was started has so long to give its first: it may have to compile its loops before."""
     retry_seconds: float = 1.0
     """Before a message that was not answered is sent again; doubled each time."""
     stuck_seconds: float = 10.0
@@ -102,6 +102,8 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     """What becomes of the network's rows if servers are protected: as many copies as rows of tables have
     parities, or what a worker used last, or nothing."""
     lanes: LaneOptions = LaneOptions()
+    compare_recovered: bool = False
+    """Whether what is recovered is compared with what the dead server's memory held (see ``witness``)."""
     atomic: bool = False
     """Whether a batch counts at all servers or at none (two phases)."""
     staleness: int = 1

@@ -41,6 +41,7 @@ def plan_job(
             "r": r,
             "rings": job.servers // (k + r) if code.rings else 1,
             "dense": code.dense,
+            "compare_recovered": job.compare_recovered,
             "lanes": lanes
             or LaneOptions(
                 chunk_rows=code.chunk_rows, share=code.recovery_share, scrub_seconds=code.scrub_seconds

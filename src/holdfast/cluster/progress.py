@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.filesize import decimal
 
@@ -39,6 +40,35 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Lacking:
+    """A server of a protected job that does not have all that it is to hold: stripes with a record there can
+    do without fewer others."""
+
+    slot: int
+    state: Literal["gone", "recovering", "rebuilding"]
+    """Gone: its replacement is starting. Recovering: rows come back. Rebuilding: those are there, parities
+    come back."""
+    rows: int
+    """Rows that it lacks; of one that is gone, that is not counted."""
+    parities: int
+    restored: float
+    """How much of the rows, then of the parities, has come back, 0 to 1."""
+    seconds_left: float | None
+    """Until it has all rows and parities, at its speed of the last few seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedundancyStatus:
+    """Whether servers of a protected job may die."""
+
+    state: Literal["healthy", "degraded"]
+    tolerates: int
+    """How many may die now, whichever they are, before something is lost."""
+    lacking: tuple[Lacking, ...]
+    """Servers that do not have all rows and parities."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobProgress(Progress):
     """Where a job stands. The loss is each worker's, smoothed over its last batches, and the mean of those;
     speeds are of the last few seconds."""
@@ -48,6 +78,8 @@ class JobProgress(Progress):
     processes: tuple[ProcessStatus, ...]
     news: tuple[Happening, ...]
     """What happened since the last report, by the names of ``events.jsonl``."""
+    redundancy: RedundancyStatus | None
+    """None: servers are not protected."""
 
 
 class Reports:
@@ -61,7 +93,7 @@ class Reports:
     def __init__(self, config: Config, events: EventLog) -> None:
         self._config = config
         self._events = events
-        self._speeds: dict[Peer | None, _Speed] = {}
+        self._speeds: dict[tuple[Peer | None, str], _Speed] = {}
         self._done: dict[int, float] = {}
         self._seen: set[tuple[float, str]] = set()
         self._reported = 0
@@ -82,6 +114,7 @@ class Reports:
             phase=status.phase,
             processes=tuple(self._process(node) for node in status.nodes),
             news=news,
+            redundancy=self._redundancy(status),
         )
         if status.steps - self._reported >= self._config.report_every or (
             status.finished and status.steps > self._reported
@@ -116,8 +149,37 @@ class Reports:
             memory_bytes=figures.memory_bytes,
         )
 
-    def _speed(self, who: Peer | None, *counts: int) -> list[float]:
-        return self._speeds.setdefault(who, _Speed()).note(counts)
+    def _redundancy(self, status: Status) -> RedundancyStatus | None:
+        code = self._config.job.code
+        if code is None or code.dense == "none":  # then the loss of any server ends the job
+            return None
+        found = [self._lacking(node) for node in status.nodes if node.peer.role == "server"]
+        lacking = tuple(one for one in found if one is not None)
+        # Of those that have just come back, reports may say so one by one.
+        degraded = bool(lacking) or status.degraded
+        return RedundancyStatus("degraded" if degraded else "healthy", max(0, code.r - len(lacking)), lacking)
+
+    def _lacking(self, node: NodeStatus) -> Lacking | None:
+        has = node.redundancy
+        (speed,) = self._speed(node.peer, has.recovered + has.rebuilt, of="redundancy")
+        if node.state == "starting":  # the first of its slot has lost nothing
+            slot = node.peer.slot
+            return Lacking(slot, "gone", 0, 0, 0.0, None) if node.peer.incarnation > 1 else None
+        left = has.rows + has.parities
+        if not left:
+            return None
+        back, lack = (has.recovered, has.rows) if has.rows else (has.rebuilt, has.parities)
+        return Lacking(
+            node.peer.slot,
+            "recovering" if has.rows else "rebuilding",
+            has.rows,
+            has.parities,
+            back / (back + lack),
+            left / speed if speed else None,
+        )
+
+    def _speed(self, who: Peer | None, *counts: int, of: str = "training") -> list[float]:
+        return self._speeds.setdefault((who, of), _Speed()).note(counts)
 
 
 class _Speed:
@@ -181,4 +243,49 @@ def tell(happening: Happening) -> str | None:
             )
         case "checkpoint_failed" | "checkpoint_damaged":
             text = f"{happening.event.replace('_', ' ')}: {figures['error']}"
+        case _:
+            text = _tell_of_servers(happening.event, figures)
     return text
+
+
+def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
+    who = f"server {figures.get('slot')}"
+    text = None
+    match event:
+        case "server_lost" if figures["protected"]:  # otherwise the error says it
+            text = f"{who} {figures['reason']}: its rows are recovered while training goes on"
+        case "training_resumed":
+            text = f"training goes on{_after(figures)}, with another process as {who}"
+        case "server_recovered":
+            found = compared(figures["rows"], figures.get("compared", 0), figures.get("unequal", 0))
+            text = f"{who}: {figures['rows']:,} rows recovered{_after(figures, 'in')}{found}"
+        case "redundancy_restored":
+            text = f"all rows and parities are there again{_after(figures)}"
+        case "parities_wrong":
+            text = (
+                f"{who}: {figures['wrong']:,} parities did not agree with their rows, "
+                f"{figures['repaired']:,} of them were put right"
+            )
+        case "data_lost":
+            text = f"data was lost: {figures['message']}"
+        case "job_restored":
+            text = f"the job goes on from version {figures['version']:,}, step {figures['step']:,}"
+    return text
+
+
+def compared(rows: int, count: int, unequal: int) -> str:
+    """What comparing recovered rows with the memory of the dead server has shown, if that was done."""
+    if not count:
+        return ""
+    if unequal:
+        return (
+            f"; {unequal:,} of {count:,} that were compared with the memory of the process that died DIFFER"
+        )
+    newer = rows - count
+    rest = f", the other {newer:,} had updates that workers sent again" if newer else ""
+    return f", bit-exact ({count:,} compared with the memory of the process that died{rest})"
+
+
+def _after(figures: Mapping[str, Any], word: str = "after") -> str:
+    seconds = figures["after_seconds"]
+    return "" if seconds is None else f" {word} {seconds:.1f} s"

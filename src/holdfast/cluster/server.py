@@ -6,12 +6,14 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, get_args
 
 import numpy as np
@@ -59,14 +61,17 @@ from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.cluster.transport.zmq import Counters, ZmqTransport
+from holdfast.cluster.witness import Witness
 from holdfast.coding.placement import Placement
 from holdfast.errors import HoldfastError
+from holdfast.kernels.compiling import in_turn
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
 
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
 """A group, places of its rows, and their gradients."""
 _NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
+_prepared = False
 
 
 class Saver(Protocol):
@@ -96,6 +101,7 @@ class Server:
         saver: who saves its rows; None if nobody does. It may be set later, before the job starts.
         counters: of its transport.
         measure: tells bytes of memory and seconds of processor time of the process.
+        witness: compares what is recovered with what was lost; None if nobody does.
 
     Attributes:
         restoring: whether rows are being read from a checkpoint: until then the job does not start.
@@ -112,14 +118,17 @@ class Server:
         saver: Saver | None = None,
         counters: Counters | None = None,
         measure: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+        witness: Witness | None = None,
     ) -> None:
         self._measure = measure
         self.me = me
         self.plan = plan
         self.outbox: list[Envelope] = []
         replaces = me.incarnation > 1
+        self._witness = witness
+        make_shard = GroupShard if witness is None else witness.shard
         self.shards = [
-            GroupShard(
+            make_shard(
                 group,
                 placement,
                 me.slot,
@@ -159,6 +168,8 @@ class Server:
                 fresh=fresh and not replaces,
                 lacks=self._lacks,
             )
+            if witness is not None:
+                witness.protection = self.protection
             self.rebuilding = Rebuilding(plan, self.protection)
             if replaces:
                 self.recovery = Recovery(plan, self.shards, self.protection)
@@ -247,6 +258,8 @@ class Server:
             scrubbed=rebuilding.scrubbed,
             wrong=rebuilding.wrong,
             repaired=rebuilding.repaired,
+            compared=self._witness.compared if self._witness else 0,
+            unequal=self._witness.unequal if self._witness else 0,
         )
 
     def figures(self) -> Figures:
@@ -335,6 +348,8 @@ class Server:
             for group, shard in enumerate(self.shards):
                 shard.installed = group in mine.cut.installed and shard.placement.r > 0
             self._cut = view.cut  # made without this server, and without its rows
+            if self._witness is not None:
+                self._witness.cut = mine.cut.batch
         if self.protection is not None:
             self.protection.start()
 
@@ -480,7 +495,8 @@ def digest(shards: Sequence[GroupShard]) -> str:
 def run(assignment: Assignment) -> None:
     """Be a server until the job ends."""
     plan = assignment.plan
-    _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
+    with contextlib.nullcontext() if _prepared else in_turn():  # a spare is wanted at once
+        _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
     with open_transport(assignment) as transport:
         fresh = plan.resume is None
         server = Server(
@@ -490,6 +506,7 @@ def run(assignment: Assignment) -> None:
             fresh=fresh,
             counters=transport.counters,
             measure=lambda: (memory_bytes(), time.process_time()),
+            witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
         )
         if plan.saving is not None:
             # Behind its back, so that it gives signs of life meanwhile: reading may take minutes.
@@ -543,7 +560,10 @@ def prepare() -> None:
     groups = [
         GroupPlan(name=name, dim=1, tables=(), optimizer=OptimizerPlan(name=name, lr=0.0)) for name in names
     ]
-    _warm_up(groups, (2, 1), (2, 2))
+    global _prepared  # noqa: PLW0603 (a process is prepared once)
+    with in_turn():
+        _warm_up(groups, (2, 1), (2, 2))
+    _prepared = True
 
 
 def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
@@ -559,6 +579,8 @@ def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
         shard.install(places, values)
         shard.push(places, values)
         shard.pull(places)
+        shard.write(places, shard.records.copy())
+        shard.write(np.arange(3), shard.records.copy())  # as rows come back
         shard.changes.keep(places)
         ((_, blocks, differences),) = shard.changes.take()
         for k, r in codes:

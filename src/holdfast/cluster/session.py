@@ -5,9 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 
 from holdfast.cluster.api import Job
+from holdfast.cluster.failures import ServerFailure, Speeds
 from holdfast.cluster.job import JobResult
+from holdfast.cluster.progress import compared
 from holdfast.cluster.view import build_view
 from holdfast.training.config import Config
+from holdfast.training.plots import PLOT_FILE
 from holdfast.training.view import duration
 
 
@@ -32,6 +35,13 @@ def summary(result: JobResult) -> list[str]:
     ]
     if result.workers_replaced:
         lines.append(f"{_times(result.workers_replaced, 'worker')} replaced; every batch counted once")
+    for failure in result.failures:
+        lines += _failure(failure)
+    if result.speeds is not None:
+        lines.append(_speeds(result.speeds))
+    lines += [
+        f"data was lost, and the job went back to its last checkpoint: {loss}" for loss in result.losses
+    ]
     if result.versions:
         saved = _times(len(result.versions), "checkpoint")
         lines.append(f"{saved} saved, the last as version {result.versions[-1]:,}")
@@ -39,8 +49,37 @@ def summary(result: JobResult) -> list[str]:
     lines += [f"kill {kill} did not happen: the job had ended" for kill in result.kills_missed]
     if result.bad_lines:
         lines.append(f"{_times(result.bad_lines, 'bad line')} skipped: the workers' logs name the first")
+    if result.parities_checked:
+        agree = f"{result.parities_wrong:,} did not agree" if result.parities_wrong else "all agreed"
+        lines.append(f"{result.parities_checked:,} times a parity was checked against its rows: {agree}")
+    if (result.folder / PLOT_FILE).exists():
+        lines.append(f"throughput over time: {result.folder / PLOT_FILE}")
     lines.append(f"figures: {result.folder / 'events.jsonl'}, logs: {result.folder / 'logs'}")
     return lines
+
+
+def _failure(failure: ServerFailure) -> list[str]:
+    """How the job came back from it."""
+    later = [
+        f"{what} after {seconds:.1f} s"
+        for what, seconds in (
+            ("training went on", failure.resumed_seconds),
+            ("redundancy was whole again", failure.whole_seconds),
+        )
+        if seconds is not None
+    ]
+    how = f": {', '.join(later)}" if later else ""
+    lines = [f"server {failure.slot} {failure.reason} at step {failure.step:,}{how}"]
+    if failure.recovered_seconds is not None:
+        recovered = f"recovered {failure.rows:,} rows in {failure.recovered_seconds:.1f} s"
+        lines.append(recovered + compared(failure.rows or 0, failure.compared, failure.unequal))
+    return lines
+
+
+def _speeds(speeds: Speeds) -> str:
+    names = {"before": speeds.before, "while redundancy was lacking": speeds.degraded, "after": speeds.after}
+    shown = [f"{value:,.0f} {name}" for name, value in names.items() if value is not None]
+    return f"samples/s: {', '.join(shown)}"
 
 
 def _times(count: int, what: str) -> str:

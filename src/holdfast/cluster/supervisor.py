@@ -185,10 +185,12 @@ def _status(
         finished=machine.finished,
         failure=(failure.kind, failure.peer, failure.text) if failure else None,
         happened=tuple(happened),
+        degraded=machine.degraded,
     )
 
 
 def _node_status(member: Member, now: float) -> NodeStatus:
     if member.beat is None or member.heard is None:
         return NodeStatus(member.peer, "starting", 0.0, Figures())
-    return NodeStatus(member.peer, member.beat.state, now - member.heard, member.beat.figures)
+    beat = member.beat
+    return NodeStatus(member.peer, beat.state, now - member.heard, beat.figures, beat.redundancy)

@@ -14,12 +14,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cluster.progress import JobProgress, ProcessStatus, tell
+from holdfast.cluster.progress import JobProgress, Lacking, ProcessStatus, RedundancyStatus, tell
 from holdfast.training.view import TimeLeft, describe, duration
 
 _PLAIN_SECONDS = 5.0
 _QUIET_SECONDS = 1.0
-_STYLES = {"starting": "yellow", "held": "yellow", "failed": "bold red", "done": "dim"}
+_STYLES = {
+    "starting": "yellow", "held": "yellow", "recovering": "yellow", "rebuilding": "yellow",
+    "failed": "bold red", "done": "dim",
+}  # fmt: skip
 
 
 class JobView(Protocol):
@@ -118,6 +121,8 @@ class PlainJobView:
         if progress.step and (now - self._last >= _PLAIN_SECONDS or ended):
             self._last = now
             self._print(f"{progress.fraction:4.0%}  {describe(progress, left)}")
+            if progress.redundancy is not None and progress.redundancy.state == "degraded":
+                self._print(f"      {describe_redundancy(progress.redundancy)}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -132,16 +137,38 @@ def render(progress: JobProgress, seconds_left: float | None, elapsed_seconds: f
         table.add_column(name, no_wrap=True)
     for name in ("speed", "rows held", "memory", "silent for"):
         table.add_column(name, justify="right", no_wrap=True)
+    redundancy = progress.redundancy
+    lacking = {one.slot: one for one in redundancy.lacking} if redundancy is not None else {}
     for process in progress.processes:
-        table.add_row(*_cells(process))
+        table.add_row(*_cells(process, lacking.get(process.slot) if process.role == "server" else None))
     line = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=1.0, completed=progress.fraction, width=40)
     line.add_row(bar, f"{progress.fraction:.0%}", duration(elapsed_seconds))
     text = describe(progress, seconds_left) if progress.step else progress.phase
-    return Group(table, Text(), Text(text), line)
+    below: list[RenderableType] = [Text(text), line]
+    if redundancy is not None and progress.phase != "starting":
+        style = "green" if redundancy.state == "healthy" else "bold yellow"
+        below.insert(0, Text(describe_redundancy(redundancy), style))
+    return Group(table, Text(), *below)
 
 
-def _cells(process: ProcessStatus) -> list[RenderableType]:
+def describe_redundancy(redundancy: RedundancyStatus) -> str:
+    """Whether servers may die, and if not, what is being done about it, in one line."""
+    if redundancy.state == "healthy":
+        return f"redundancy is whole: any {_number(redundancy.tolerates, 'server')} may die"
+    what = "; ".join(_describe_lacking(one) for one in redundancy.lacking)
+    return f"redundancy is degraded: {what}" if what else "redundancy is degraded"
+
+
+def _describe_lacking(one: Lacking) -> str:
+    if one.state == "gone":
+        return f"server {one.slot} is gone, another process takes its place"
+    what = "rows" if one.state == "recovering" else "parities"
+    left = "" if one.seconds_left is None else f", {duration(one.seconds_left)} left"
+    return f"server {one.slot} has {one.restored:.0%} of its {what} back{left}"
+
+
+def _cells(process: ProcessStatus, lacking: Lacking | None) -> list[RenderableType]:
     name = process.role if process.role == "supervisor" else f"{process.role} {process.slot}"
     if process.incarnation > 1:
         name += f" #{process.incarnation}"
@@ -150,10 +177,13 @@ def _cells(process: ProcessStatus) -> list[RenderableType]:
         speed = f"{process.samples_per_second:,.0f} samples/s"
     elif process.role == "server":
         speed, rows = f"{process.pushes_per_second:,.0f} pushes/s", f"{process.rows:,}"
+    state, detail = process.state, ""
+    if lacking is not None and lacking.state != "gone":
+        state, detail = lacking.state, f" {lacking.restored:.0%}"
     quiet = process.silent_seconds >= _QUIET_SECONDS
     return [
         name,
-        Text(process.state, _STYLES.get(process.state, "green")),
+        Text(state + detail, _STYLES.get(state, "green")),
         speed,
         rows,
         decimal(process.memory_bytes) if process.memory_bytes else "",
@@ -162,5 +192,8 @@ def _cells(process: ProcessStatus) -> list[RenderableType]:
 
 
 def _count(progress: JobProgress, role: str) -> str:
-    count = sum(process.role == role for process in progress.processes)
-    return f"{count} {role}" + ("s" if count != 1 else "")
+    return _number(sum(process.role == role for process in progress.processes), role)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" + ("s" if count != 1 else "")

@@ -11,6 +11,7 @@ from holdfast.errors import ConfigError
 from holdfast.policy.protections import KINDS
 from holdfast.policy.units import show_hours
 from holdfast.sim.scaling import Point
+from holdfast.training.plots import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,10 +24,7 @@ _LOWEST = 1e-4
 
 def check_plot(path: Path) -> None:
     """``ConfigError`` if a picture cannot be written there."""
-    try:
-        import matplotlib as _  # noqa: F401, PLC0415
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'holdfast[plots]'") from None
+    require_matplotlib()
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"{path}: expected a name that ends in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():

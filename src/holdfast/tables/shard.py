@@ -72,7 +72,7 @@ class GroupShard:
             raise ValueError(
                 f"group {plan.name}: {count:,} records on a server, but places are 32 bits: use more servers"
             )
-        self.records = _aligned(count, plan.words)
+        self.records = self.space(count, plan.words)
         self.marks = np.zeros(-(-count // 64), np.uint64)
         self.changes = Changes(self.records, placement.k, keep=keep_changes)
         self._seen = np.zeros_like(self.marks)
@@ -83,6 +83,10 @@ class GroupShard:
         self.installed = plan.initial == "uniform"
         if self.installed and not empty:
             update.fill_uniform(self.records, plan.dim, *self._layout, *drawing(plan, seed))
+
+    def space(self, count: int, words: int) -> Records:
+        """Zeros for so many records."""
+        return _aligned(count, words)
 
     def rows_of(self, places: Places) -> NDArray[np.int64]:
         """The rows of the group that these records are; beyond the last for those that stand for none."""

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from holdfast.data.criteo_shape import Cardinalities
 from holdfast.errors import ConfigError
 from holdfast.models.presets import PRESETS, Architecture, Sizes
-from holdfast.options import ErasureCode, Kill, NoProtection, Protection, Replication
+from holdfast.options import ErasureCode, Kill, NoProtection, Protection, Replication, parse_protection
 from holdfast.recipe import Recipe, plain
 from holdfast.training.saving import CheckpointConfig
 
@@ -132,7 +132,7 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     workers: Positive = 2
     protection: Protection = NoProtection()
     """What keeps a job going when servers die: "erasure-code", "replication" or "none", with the arguments of
-    ``holdfast.ErasureCode``, ``Replication`` and ``NoProtection``."""
+    ``holdfast.ErasureCode``, ``Replication`` and ``NoProtection``; or in short "2+1", "replicate", "none"."""
     staleness: NotNegative = 1
     """How many of its own batches a worker's rows may lack."""
     bind: str = "tcp://127.0.0.1"
@@ -142,6 +142,9 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     """Processes to kill on the way, to see what happens: "server:2@step:300"."""
     silent_seconds: Annotated[float, Meta(ge=0.5)] = 10.0
     """A process that has given no sign of life for so long is taken for dead."""
+    compare_recovered: bool = False
+    """Whether rows that were recovered are compared with what the dead server's memory held: servers keep
+    their rows in files of the run's folder then, as long as the job runs."""
 
     @property
     def kills(self) -> tuple[Kill, ...]:
@@ -158,7 +161,12 @@ class JobConfig(_Section, frozen=True, kw_only=True):
         for kill in self.kills:
             kill.check(self.servers, self.workers)
         code = self.code
-        if code is not None and 0 < self.servers < code.k + code.r:
+        if code is not None and not self.servers:
+            raise ConfigError(
+                "job.protection is set but job.servers is 0, so that there are no servers to protect: set "
+                "job.servers (--servers) to train in several processes"
+            )
+        if code is not None and self.servers < code.k + code.r:
             raise ConfigError(
                 f"job.servers is {self.servers}, but a code of {code.k} + {code.r} needs {code.k + code.r} "
                 "servers or more: add servers, or choose a smaller k or r in job.protection"
@@ -195,6 +203,8 @@ class Config(_Section, frozen=True, kw_only=True):
     run: str | None = None
     """The run's folder; by default a new one under ``runs/``."""
     tensorboard: bool = False
+    plot: bool = False
+    """Whether a picture of the throughput over time is drawn at the end, ``throughput.png``."""
 
 
 def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: Any) -> Config:
@@ -212,6 +222,9 @@ def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: A
             values[section] = inner = _as_section(section, values[section])
             if isinstance(inner, dict):
                 inner.setdefault(tag_field, "own" if "build" in inner else default)
+    job = values.get("job")
+    if isinstance(job, dict) and isinstance(job.get("protection"), str):
+        job["protection"] = _as_section("protection", job["protection"])
     _refuse_unknown_keys(Config, values, "")
     try:
         config = msgspec.convert(values, Config)
@@ -228,7 +241,9 @@ _TAGS = {"model": ("kind", "preset"), "data": ("source", "synthetic")}
 
 
 def _as_section(name: str, value: Any) -> Any:
-    """The value; an import path in place of a section stands for one that has nothing else."""
+    """The value; an import path or "2+1" in place of a section stands for one that has nothing else."""
+    if name == "protection" and isinstance(value, str):
+        return msgspec.to_builtins(parse_protection(value))
     return {"build": value} if name in _TAGS and isinstance(value, str) else value
 
 

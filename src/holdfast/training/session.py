@@ -16,6 +16,7 @@ from rich.console import Console
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.events import EventLog
 from holdfast.training.config import Config, to_yaml
+from holdfast.training.plots import PLOT_FILE, plot_run, require_matplotlib
 from holdfast.training.trainer import Progress, Result, Trainer
 from holdfast.training.view import build_view, duration
 
@@ -35,6 +36,8 @@ def run(config: Config, console: Console) -> Outcome:
     The first Ctrl-C (or SIGTERM) ends training after the step under way, tests, and returns; a second
     one ends the process at once.
     """
+    if config.plot:
+        require_matplotlib()
     folder = make_folder(config.run)
     (folder / "config.yaml").write_text(to_yaml(config))
     with EventLog(folder) as events, tensorboard(config, folder) as board:
@@ -51,6 +54,8 @@ def run(config: Config, console: Console) -> Outcome:
         except HoldfastError as error:
             events.emit("run_failed", error=type(error).__name__, message=str(error))
             raise
+    if config.plot:
+        plot_run(folder)
     _print_summary(console, result, folder)
     return Outcome(result, folder, received[0] if received else None)
 
@@ -129,6 +134,8 @@ def _print_summary(console: Console, result: Result, folder: Path) -> None:
         was = "line was" if result.bad_lines == 1 else "lines were"
         lines.append(f"{result.bad_lines:,} bad {was} skipped:")
         lines += [f"  {message}" for message in result.first_bad_lines]
+    if (folder / PLOT_FILE).exists():
+        lines.append(f"throughput over time: {folder / PLOT_FILE}")
     lines.append(f"figures: {folder / 'events.jsonl'}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,101 @@
+"""What a job's end says of servers that died, from events and reports made up here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds
+from holdfast.cluster.messages import Happening, WorkerMark
+from holdfast.cluster.recoveries import Recoveries
+
+
+def happening(at: float, event: str, slot: int = 1, incarnation: int = 2, **figures: Any) -> Happening:
+    return Happening(at, event, {"slot": slot, "incarnation": incarnation, **figures})
+
+
+LOST = happening(100.0, "server_lost", incarnation=1, reason="was killed by signal 9", step=7)
+RESTORED = Happening(104.0, "redundancy_restored", {"after_seconds": 4.0})
+
+
+def test_what_became_of_a_server_that_died() -> None:
+    failures = Failures()
+    failures.note([LOST])
+    assert failures() == (ServerFailure(1, "was killed by signal 9", 7),)
+    later = [
+        happening(100.3, "server_started"),
+        happening(100.75, "training_resumed"),
+        happening(102.0, "server_recovered", rows=50, compared=40, unequal=0),
+        RESTORED,
+    ]
+    for told in ([LOST, *later[:2]], [*later[1:], LOST]):  # reports overlap, in any order
+        failures.note(told)
+    assert failures() == (ServerFailure(1, "was killed by signal 9", 7, 0.3, 0.75, 2.0, 50, 40, 0, 4.0),)
+
+
+def test_deaths_are_told_apart() -> None:
+    """Its replacement dies too, while it recovers; then the job begins anew from a checkpoint."""
+    failures = Failures()
+    failures.note([LOST, happening(100.5, "server_started")])
+    failures.note([happening(101.0, "server_lost", incarnation=2, reason="was silent", step=8)])
+    failures.note([happening(101.5, "server_started", incarnation=3)])
+    failures.note([happening(102.0, "server_recovered", incarnation=3, rows=50)])
+    failures.note([RESTORED])
+    failures.note([happening(200.0, "server_lost", incarnation=1, reason="again", step=3)])
+    failures.note([happening(200.25, "server_started")])
+    first, second, third = failures()
+    assert (first.started_seconds, first.recovered_seconds, first.whole_seconds) == (0.5, None, None)
+    assert (second.reason, second.started_seconds, second.rows) == ("was silent", 0.5, 50)
+    assert (second.recovered_seconds, second.whole_seconds) == (1.0, 3.0)
+    assert (third.reason, third.started_seconds, third.whole_seconds) == ("again", 0.25, None)
+
+
+def test_speeds_before_between_and_after() -> None:
+    now = [0.0]
+    meter = SpeedMeter(1000, lambda: now[0])
+    # When, how many samples then, and whether redundancy is lacking since.
+    for now[0], samples, degraded in [
+        (0.0, 1000, False),
+        (50.0, 1010, False),  # the first batch: what was before it is no training
+        (52.0, 1210, False),
+        (53.0, 1210, True),
+        (54.0, 1190, True),  # a replacement says less than is known
+        (55.0, 1290, True),
+        (57.0, 1290, False),
+        (59.0, 1490, False),
+        (99.0, 1490, False),  # the test at the end
+    ]:
+        meter.note(samples, degraded=degraded)
+    assert meter() == Speeds(before=200 / 3, degraded=80 / 4, after=200 / 2)
+    assert SpeedMeter()() == Speeds(None, None, None)
+
+
+def marks(*sequences: int) -> tuple[WorkerMark, ...]:
+    return tuple(WorkerMark(slot, sequence=sequence) for slot, sequence in enumerate(sequences))
+
+
+def test_training_has_resumed_when_every_worker_at_work_pushes_something_new() -> None:
+    recoveries = Recoveries()
+    recoveries.lose(1, 10.0)
+    assert not recoveries.has_resumed(1, marks(9, 9), [True, True])
+    recoveries.start(1, [marks(5, 7), marks(6, 7)])
+    assert not recoveries.has_resumed(1, marks(4, 7), [True, True])
+    assert not recoveries.has_resumed(1, marks(6, 8), [True, True]), "others have 6 already"
+    assert not recoveries.has_resumed(1, marks(6, 8), [False, False])
+    assert recoveries.has_resumed(1, marks(6, 8), [False, True]), "the other one is done"
+    assert not recoveries.has_resumed(1, marks(9, 9), [True, True]), "said once"
+
+
+def test_redundancy_is_restored_when_all_is_there() -> None:
+    recoveries = Recoveries()
+    assert not recoveries.is_restored(sound=True, lacking=False)
+    recoveries.lose(1, 10.0)
+    recoveries.lose(2, 11.0)
+    assert not recoveries.is_restored(sound=False, lacking=True)
+    assert (recoveries.degraded, recoveries.since) == (True, 10.0)
+    assert recoveries.is_restored(sound=True, lacking=False)
+    assert not recoveries.degraded
+    assert not recoveries.is_restored(sound=True, lacking=False), "said once"
+    # A supervisor that came back, or a job from a checkpoint: since when, nobody knows.
+    assert not recoveries.is_restored(sound=False, lacking=True)
+    assert (recoveries.degraded, recoveries.since) == (True, None)
+    assert recoveries.is_restored(sound=True, lacking=False)
