@@ -39,7 +39,7 @@ def run(report: Report) -> None:
         batch_size=BATCH, max_rows=MAX_ROWS, rounds=rounds, window_seconds=seconds, optimizer="adagrad",
         servers=4, workers=WORKERS,
     )  # fmt: skip
-    plan = plan_job(with_servers(_config("kaggle"), 4))
+    plan = plan_job(with_servers(preset_config("kaggle", MAX_ROWS), 4))
     server_start.measure(report, plan, rounds=2 * rounds)
     for preset in ("kaggle", "terabyte"):
         _compare(report, preset, rounds, seconds)

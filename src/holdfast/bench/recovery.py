@@ -35,7 +35,8 @@ from holdfast.cluster.planning import plan_job
 from holdfast.data.reader import Reader
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
-from holdfast.models.presets import PRESETS, build
+from holdfast.models.factory import build
+from holdfast.models.presets import PRESETS
 from holdfast.options import ErasureCode, Kill
 from holdfast.training.config import Config, OwnModelConfig
 
