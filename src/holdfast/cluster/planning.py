@@ -47,6 +47,11 @@ def plan_job(
                 chunk_rows=code.chunk_rows, share=code.recovery_share, scrub_seconds=code.scrub_seconds
             ),
         }
+    partial = job.protection if isinstance(job.protection, PartialRecovery) else None
+    checkpoint = config.checkpoint
+    if partial is not None:
+        protected = {"dense": "workers", "partial": decide(partial, job.servers)}
+        checkpoint = _saving_for(partial, job.servers, checkpoint)
     torch.manual_seed(config.seed)
     reader, _ = build_readers(config)
     network = build_network(config, reader)
@@ -54,7 +59,6 @@ def plan_job(
     chosen = config.optimizer
     optimizer = OptimizerPlan(name=chosen.name, lr=chosen.rate, eps=chosen.eps, momentum=chosen.momentum)
     groups = plan_groups(network, rows, table_dims(network, len(rows)), optimizer, optimizer)
-    checkpoint = config.checkpoint
     saving = None
     if checkpoint is not None:
         if "://" not in checkpoint.path:  # processes may run in other folders
