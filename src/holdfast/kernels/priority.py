@@ -86,4 +86,4 @@ def change_sizes(now, before, out):
         for j in range(now.shape[1]):
             change = now[i, j] - before[i, j]
             total += change * change
-        out[i] = total if total == total else np.float32(np.inf)
+        out[i] = np.float32(np.inf) if np.isnan(total) else total
