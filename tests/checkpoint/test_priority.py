@@ -12,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.priority import (
-    NAMES,
     LargestChange,
     MostUsed,
     Priority,
-    PriorityName,
     SubSampled,
     large_tables,
     make_priority,
 )
 from holdfast.errors import ConfigError
 from holdfast.kernels.priority import WAYS
+from holdfast.options import PRIORITIES, PriorityName
 
 
 def ids(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -148,13 +147,13 @@ def test_memory_is_that_of_table_1(dim: int) -> None:
     weights = np.zeros((rows, dim), np.float32)
     percent: dict[PriorityName, float] = {
         name: 100 * make_priority(name, rows, 0.125, lambda: weights).nbytes / weights.nbytes
-        for name in NAMES
+        for name in PRIORITIES
     }
     table = {16: (6.25, 0.78125), 128: (0.78125, 0.09765625)}[dim]
     assert percent == {"mfu": table[0], "ssu": table[1], "scar": 100}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRIORITIES)
 def test_frequent_rows_are_saved_by_all_three(name: PriorityName) -> None:
     """Section 4.2: lookups tell the size of changes, so that all three choose much the same rows."""
     rng = np.random.default_rng(1)

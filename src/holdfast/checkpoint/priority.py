@@ -17,16 +17,14 @@ the chosen rows are copied; ``failed`` if they did not get to the store after al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import ConfigError
 from holdfast.kernels.priority import WAYS, change_sizes, count_rows, forget_rows, remember_rows
-
-PriorityName = Literal["mfu", "ssu", "scar"]
-NAMES: tuple[PriorityName, ...] = ("mfu", "ssu", "scar")
+from holdfast.options import PRIORITIES, PriorityName
 
 RowIds = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -207,7 +205,7 @@ def make_priority(
         return SubSampled(rows, fraction, seed=seed)
     if name == "scar":
         return LargestChange(values, fraction)
-    raise ConfigError(f"prioritize is {name!r}: expected one of {', '.join(NAMES)}")
+    raise ConfigError(f"prioritize is {name!r}: expected one of {', '.join(PRIORITIES)}")
 
 
 def limit_of(rows: int, fraction: float) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
-from holdfast.checkpoint.priority import PriorityName
 from holdfast.errors import ConfigError
+from holdfast.options import PriorityName
 from holdfast.policy.interval import optimal_interval
 from holdfast.policy.pls import add_failure, decide_recovery
 from holdfast.sim.traces import Failure
