@@ -25,15 +25,19 @@ class Model(nn.Module):
         super().__init__()
         self.large = nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=True)
         self.small = nn.EmbeddingBag(SMALL, 4, mode="sum", sparse=True)
+        self.optimizer = [torch.optim.SGD(self.parameters(), lr=1.0)]
+
+    @property
+    def objects(self) -> dict[str, object]:
+        return {"model": self, "optim": self.optimizer[0]}
 
     def look_up(self, *rows: int) -> None:
-        """Look up rows of both tables and change them as training would."""
+        """Look up rows of both tables, and train."""
         ids = torch.tensor(rows)
-        self.large(ids, torch.arange(len(rows)))
-        self.small(ids % SMALL, torch.arange(len(rows)))
-        with torch.no_grad():
-            self.large.weight.index_add_(0, ids, torch.ones(len(rows), 4))
-            self.small.weight.index_add_(0, ids % SMALL, torch.ones(len(rows), 4))
+        self.optimizer[0].zero_grad()
+        found = self.large(ids, torch.arange(len(rows))) + self.small(ids % SMALL, torch.arange(len(rows)))
+        found.sum().backward()
+        self.optimizer[0].step()
 
 
 def tables(model: Model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +51,7 @@ def test_rows_come_back_as_they_were_last_saved(tmp_path: Path, name: PriorityNa
     model = Model()
     hot = list(range(16)) * 30
     policy = Policy(every_steps=8, prioritize=name, fraction=0.01, strategy=strategy)  # type: ignore[arg-type]
-    with Checkpointer(tmp_path, {"model": model}, policy) as checkpointer:
+    with Checkpointer(tmp_path, model.objects, policy) as checkpointer:
         assert checkpointer.step(0) == 1  # a baseline: everything
         before = tables(model)
         model.look_up(*hot)
@@ -57,7 +61,7 @@ def test_rows_come_back_as_they_were_last_saved(tmp_path: Path, name: PriorityNa
         checkpointer.wait()
         assert checkpointer.reports[1].rows <= 40 + SMALL
         other = Model()
-    with Checkpointer(tmp_path, {"model": other}, policy) as second:
+    with Checkpointer(tmp_path, other.objects, policy) as second:
         assert second.restore() == 2
     large, small = tables(other)
     assert torch.equal(small, now[1])
@@ -71,7 +75,7 @@ def test_rows_come_back_as_they_were_last_saved(tmp_path: Path, name: PriorityNa
 def test_what_is_left_out_comes_later_and_save_leaves_nothing_out(tmp_path: Path) -> None:
     model = Model()
     policy = Policy(every_steps=1, prioritize="mfu", fraction=0.01)
-    with Checkpointer(tmp_path, {"model": model}, policy) as checkpointer:
+    with Checkpointer(tmp_path, model.objects, policy) as checkpointer:
         checkpointer.step(0)
         model.look_up(*range(100))
         for step in (1, 2, 3):
@@ -84,7 +88,7 @@ def test_what_is_left_out_comes_later_and_save_leaves_nothing_out(tmp_path: Path
         assert checkpointer.reports[-1].rows == 200 + SMALL
         other = Model()
         now = tables(model)
-    with Checkpointer(tmp_path, {"model": other}, policy) as second:
+    with Checkpointer(tmp_path, other.objects, policy) as second:
         second.restore()
     assert torch.equal(other.large.weight, now[0])
     assert torch.equal(other.small.weight, now[1])
@@ -93,7 +97,7 @@ def test_what_is_left_out_comes_later_and_save_leaves_nothing_out(tmp_path: Path
 def test_a_fraction_of_the_rows_is_saved_after_that_fraction_of_the_steps(tmp_path: Path) -> None:
     model = Model()
     policy = Policy(every_steps=16, prioritize="mfu", fraction=0.125)
-    with Checkpointer(tmp_path, {"model": model}, policy) as checkpointer:
+    with Checkpointer(tmp_path, model.objects, policy) as checkpointer:
         saved = [step for step in range(1, 17) if checkpointer.step(step) is not None]
     assert saved == [2, 4, 6, 8, 10, 12, 14, 16]
 
@@ -123,5 +127,5 @@ def test_what_cannot_be_meant_is_refused() -> None:
 
 def test_scar_needs_floats_of_32_bits(tmp_path: Path) -> None:
     model = nn.EmbeddingBag(100, 4, mode="sum", sparse=True, dtype=torch.float64)
-    with pytest.raises(ConfigError, match=r"weights of model are F64: .* use 'mfu' or 'ssu'"):
+    with pytest.raises(ConfigError, match=r"weights of model.weight are F64: .* use 'mfu' or 'ssu'"):
         Checkpointer(tmp_path, {"model": model}, Policy(prioritize="scar"))

@@ -165,7 +165,7 @@ def test_frequent_rows_are_saved_by_all_three(name: PriorityName) -> None:
         priority.touched(batch)
     chosen = priority.choose()
     assert len(chosen) <= priority.limit == 500
-    assert np.isin(np.arange(20), chosen).mean() > 0.9
+    assert np.isin(np.arange(20), chosen).mean() > 0.8
 
 
 def test_the_largest_tables_have_99_percent_of_the_bytes() -> None:

@@ -93,6 +93,30 @@ class Report:
             )
         )
 
+    def kept_runs(self) -> dict[str, Any]:
+        """What an interrupted run of the same bench left as ``raw["runs"]``, if nothing has changed since.
+
+        Such a run has ``raw["unfinished"]``.
+        """
+        path = self.json_path
+        if path is None or not path.exists():
+            return {}
+        try:
+            found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            now = msgspec.to_builtins(
+                {
+                    "bench": self.bench,
+                    "machine": machine(),
+                    "settings": {"quick": self.quick, **self.settings},
+                }
+            )
+            if not found["raw"].get("unfinished") or any(found[key] != value for key, value in now.items()):
+                return {}
+            runs: dict[str, Any] = found["raw"]["runs"]
+            return runs
+        except (msgspec.DecodeError, KeyError):
+            return {}
+
     def save(self) -> None:
         """Write what there is so far to the file that was asked for, if one was."""
         if self.json_path is not None:

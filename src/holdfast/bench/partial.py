@@ -120,38 +120,46 @@ def random_run(number: int, seeds: int, lesson: Lesson) -> Run:
 
 
 def _accuracy(report: Report, size: Size, cluster: EmulatedCluster, processes: int | None) -> None:
-    """All trainings, those of a seed together, and the figures that come of them."""
-    lessons = [replace(size.lesson, seed=seed) for seed in range(size.seeds)]
-    plain = {lesson: Run(lesson, cluster, None, ()) for lesson in lessons}
-    random = [random_run(number, size.seeds, size.lesson) for number in range(size.random_runs)]
-    ways: dict[str, list[Run]] = {name: [] for name in WAYS}
-    for lesson in lessons:
-        failures = UniformFailures(int(cluster.failures)).draw(
-            cluster, np.random.default_rng([lesson.seed, 7])
-        )
+    """All trainings, and the figures that come of them."""
+    tasks: dict[str, Run] = {}
+    for seed in range(size.seeds):
+        lesson = replace(size.lesson, seed=seed)
+        failures = UniformFailures(int(cluster.failures)).draw(cluster, np.random.default_rng([seed, 7]))
+        tasks[f"plain.{seed}"] = Run(lesson, cluster, None, ())
         for name, way in WAYS.items():
-            ways[name].append(Run(lesson, cluster, way_of(way, cluster), failures))
-    tasks = [*plain.values(), *(run for runs in ways.values() for run in runs), *random]
-    tasks.sort(key=lambda task: task.lesson.seed)
-    done: dict[Run, Outcome] = {}
-    for task, outcome in run_all(train, tasks, processes):
-        done[task] = outcome
-        report.console.print(f"  ({len(done)} of {len(tasks)} trainings)", highlight=False)
+            tasks[f"{name}.{seed}"] = Run(lesson, cluster, way_of(way, cluster), failures)
+    for number in range(size.random_runs):
+        tasks[f"random.{number}"] = random_run(number, size.seeds, size.lesson)
+    done = _outcomes(report, tasks, processes)
 
-    def loss(run: Run) -> float:
-        return done[plain[run.lesson]].auc - done[run].auc
+    def loss(name: str) -> float:
+        return done[f"plain.{tasks[name].lesson.seed}"].auc - done[name].auc
 
-    report.raw["auc"] = [done[run].auc for run in plain.values()]
-    for name, runs in ways.items():
+    for name in WAYS:
+        runs = [f"{name}.{seed}" for seed in range(size.seeds)]
         losses = [loss(run) for run in runs]
         report.raw[f"auc_loss.{name}.by_seed"] = losses
         report.raw[f"updates_lost.{name}.by_seed"] = [done[run].updates_lost for run in runs]
         note = f"mean, 95 % interval, {len(losses)} seeds"
         report.figure(f"auc_loss.{name}", mean_with_interval(losses), note)
-    report.raw["pls.by_seed"] = [_pls(run) for run in ways["vanilla"]]
-    pairs = [(_pls(run), loss(run)) for run in random]
+    pairs = [(_pls(tasks[run]), loss(run)) for run in tasks if run.startswith("random.")]
     report.raw["pls_and_loss"] = pairs
     report.figure("pls_correlation", correlation(*zip(*pairs, strict=True)), f"{len(pairs)} random runs")
+
+
+def _outcomes(report: Report, tasks: Mapping[str, Run], processes: int | None) -> dict[str, Outcome]:
+    """What became of each training: those that an interrupted run of the bench left, and the others."""
+    done = {name: Outcome(**values) for name, values in report.kept_runs().items()}
+    report.raw.update(unfinished=True, runs=done)
+    names = {run: name for name, run in tasks.items()}
+    missing = [run for run, name in names.items() if name not in done]
+    missing.sort(key=lambda run: run.lesson.seed)  # trainings of a seed share batches
+    for run, outcome in run_all(train, missing, processes):
+        done[names[run]] = outcome
+        report.save()
+        report.console.print(f"  ({len(done)} of {len(tasks)} trainings)", highlight=False)
+    del report.raw["unfinished"]
+    return done
 
 
 def _pls(run: Run) -> float:

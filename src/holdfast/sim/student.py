@@ -42,7 +42,8 @@ class Lesson:
 
     Args:
         shape: of which data set: Kaggle has 1.2 samples for each row of its tables, Terabyte 22.
-        scale: what its rows and its samples are divided by: there remain as many samples for each row.
+        scale: what its rows are divided by.
+        samples: to train with; None divides its samples too: there remain as many for each row.
         batch_size: samples of a step.
         test_samples: of the test at the end.
         lr: of SGD, which CPR's model is trained with.
@@ -54,6 +55,7 @@ class Lesson:
 
     shape: Cardinalities = "terabyte"
     scale: float = 10_000.0
+    samples: int | None = None
     batch_size: int = 256
     test_samples: int = 200_000
     lr: float = 0.1
@@ -77,7 +79,8 @@ class Lesson:
     @property
     def steps(self) -> int:
         """Batches of the whole training."""
-        return int(CRITEO[self.shape][1] / self.scale / self.batch_size)
+        samples = CRITEO[self.shape][1] / self.scale if self.samples is None else self.samples
+        return int(samples / self.batch_size)
 
     def reader(self, part: str = "train") -> Synthetic:
         """Its samples."""
