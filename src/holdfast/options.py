@@ -164,6 +164,8 @@ class AutoBits:
 
 
 Bits = Literal[2, 3, 4, 8, "auto"] | AutoBits | None
+PriorityName = Literal["mfu", "ssu", "scar"]
+PRIORITIES: tuple[PriorityName, ...] = ("mfu", "ssu", "scar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,12 @@ class Policy:
             most) or 8 (in logarithmic steps: off by 4.4 %, momentum by 9 %). None stores them as they are.
         background_share: how much of a processor's time quantizing, and writing what was quantized, may take
             while training goes on.
+        prioritize: save the rows first that matter most, for partial recovery (CPR): "mfu", those looked up
+            most often since they were saved; "ssu", those seen in a sample of the batches; "scar", those
+            that changed most. ``step()`` then saves a ``fraction`` of the rows of the largest tables after
+            that fraction of the time. **Rows of such a version are of different ages**: each is as it was
+            when it was last saved. A version that ``save()`` makes is whole.
+        fraction: of the rows that are saved at a time by ``prioritize``.
     """
 
     every_steps: int | None = None
@@ -202,6 +210,8 @@ class Policy:
     quantize: Bits | Mapping[str, Bits] = None
     quantize_state: Literal[8, 16] | None = None
     background_share: float = 1.0
+    prioritize: PriorityName | None = None
+    fraction: float = 0.125
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str):
@@ -224,6 +234,12 @@ class Policy:
             raise ConfigError(f"quantize_state is {self.quantize_state!r}: expected 8, 16 or None")
         if not 0 < self.background_share <= 1:
             raise ConfigError(f"background_share is {self.background_share!r}: expected above 0, at most 1")
+        if self.prioritize not in (None, *PRIORITIES):
+            raise ConfigError(f"prioritize is {self.prioritize!r}: expected {', '.join(PRIORITIES)} or None")
+        if self.prioritize is not None and isinstance(self.strategy, Full):
+            raise ConfigError("prioritize saves some of the rows, strategy 'full' all: use another strategy")
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction is {self.fraction!r}: expected above 0, at most 1")
 
     @property
     def keeps_few(self) -> bool:
@@ -336,7 +352,7 @@ class PartialRecovery(Struct, frozen=True, tag_field="kind", tag="partial", forb
     """
 
     target_pls: float = 0.1
-    prioritize: Literal["mfu", "ssu", "scar"] | None = None
+    prioritize: PriorityName | None = None
     fraction: float = 0.125
     mtbf_hours: float | None = None
     save_seconds: float = 1.0
@@ -349,8 +365,8 @@ class PartialRecovery(Struct, frozen=True, tag_field="kind", tag="partial", forb
             raise ConfigError(f"target_pls is {self.target_pls}: expected more than 0, up to 1")
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction is {self.fraction}: expected more than 0, up to 1")
-        if self.prioritize not in (None, "mfu", "ssu", "scar"):
-            raise ConfigError(f"prioritize is {self.prioritize!r}: expected 'mfu', 'ssu', 'scar' or None")
+        if self.prioritize not in (None, *PRIORITIES):
+            raise ConfigError(f"prioritize is {self.prioritize!r}: expected {', '.join(PRIORITIES)} or None")
         if self.mtbf_hours is not None and not 0 < self.mtbf_hours < math.inf:
             raise ConfigError(f"mtbf_hours is {self.mtbf_hours}: expected more than 0")
         for name in ("save_seconds", "load_seconds", "reschedule_seconds"):

@@ -107,6 +107,8 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     partial: Literal["", "partial", "full"] = ""
     """What becomes of the tables' rows if nothing protects them in memory: "partial" puts a dead server's back
     to what was last saved, "full" those of all servers; otherwise the job ends."""
+    partial_reason: str = ""
+    """Why it is the one or the other."""
     compare_recovered: bool = False
     """Whether what is recovered is compared with what the dead server's memory held (see ``witness``)."""
     atomic: bool = False
