@@ -387,8 +387,8 @@ def parse_protection(text: str) -> Protection:
     k, plus, r = text.replace(" ", "").partition("+")
     if not (plus and k.isdecimal() and r.isdecimal()):
         raise ConfigError(
-            f"protection {text!r}: expected K+R, such as 2+1 (two rows share one parity), replicate, partial, "
-            "or none"
+            f"protection {text!r}: expected K+R, such as 2+1 (two rows share one parity), replicate, "
+            "partial, or none"
         )
     return ErasureCode(int(k), int(r))
 

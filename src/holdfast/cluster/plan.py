@@ -37,7 +37,7 @@ class LaneOptions(Struct, frozen=True, kw_only=True):
     idle_seconds: float = 0.5
     """… or when nothing was pushed for so long."""
     window: int = 32
-    """How many pushes of a worker may be waiting for that; after half of them parity servers are told, too."""
+    """How many pushes of a worker may be waiting for that; after half of them parity servers are told."""
     chunk_rows: int = 8192
     """Rows that are recovered at a time behind the training's back."""
     share: float = 0.25
@@ -105,8 +105,8 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     parities, or what a worker used last, or nothing."""
     lanes: LaneOptions = LaneOptions()
     partial: Literal["", "partial", "full"] = ""
-    """What becomes of the tables' rows if nothing protects them in memory: "partial" puts a dead server's back
-    to what was last saved, "full" those of all servers; otherwise the job ends."""
+    """What becomes of the tables' rows if nothing protects them in memory: "partial" puts a dead server's
+    back to what was last saved, "full" those of all servers; otherwise the job ends."""
     partial_reason: str = ""
     """Why it is the one or the other."""
     compare_recovered: bool = False

@@ -108,7 +108,7 @@ def _decide(partial: PartialRecovery, servers: int) -> Decision | None:
 def _saving_of(
     partial: PartialRecovery, checkpoint: CheckpointConfig | None, decision: Decision | None
 ) -> CheckpointConfig:
-    """How rows are saved that may have to go back: as the checkpoint says, or as often as the target wants."""
+    """How rows are saved that may have to go back: as the checkpoint says, or as often as the target asks."""
     if checkpoint is None:
         raise ConfigError(
             "job.protection is partial, but there is no checkpoint that rows could go back to: set "

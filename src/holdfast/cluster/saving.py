@@ -139,7 +139,8 @@ class ShardSaver:
     def cut(self, version: int, *, baseline: bool, whole: bool = True) -> None:
         """Copy what a version holds: rows may change as soon as this returns.
 
-        Without ``whole``, of the rows that have changed those are left out that can wait. A cut that came to nothing is over: its rows are in this one.
+        Without ``whole``, of the rows that have changed those are left out that can wait. A cut that came to
+        nothing is over: its rows are in this one.
         """
         save = _Save(version, baseline, whole, in_doubt=self._give_up(), taken=[])
         try:

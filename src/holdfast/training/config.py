@@ -172,7 +172,7 @@ class JobConfig(_Section, frozen=True, kw_only=True):
         code = self.code
         if isinstance(self.protection, PartialRecovery) and self.servers == 1:
             raise ConfigError(
-                "job.protection is partial, but with one server nothing would be left: set job.servers to 2 or "
+                "job.protection is partial, but of one server nothing would be left: set job.servers to 2 or "
                 "more"
             )
         if not isinstance(self.protection, NoProtection) and not self.servers:
