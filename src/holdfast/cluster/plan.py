@@ -37,7 +37,7 @@ class LaneOptions(Struct, frozen=True, kw_only=True):
     idle_seconds: float = 0.5
     """… or when nothing was pushed for so long."""
     window: int = 32
-    """How many pushes of a worker may be waiting for that; after half of them parity servers are told, too."""
+    """How many pushes of a worker may be waiting for that; after half of them parity servers are told."""
     chunk_rows: int = 8192
     """Rows that are recovered at a time behind the training's back."""
     share: float = 0.25

@@ -198,7 +198,7 @@ class GroupShard:
 
 
 def _in_order(array: NDArray[Any]) -> NDArray[Any]:
-    """The same, contiguous and aligned: what messages bring is so already, and ``np.require`` takes its time."""
+    """The same, contiguous and aligned: what messages bring is so already, and ``np.require`` is slow."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=["C", "A"])
 
