@@ -30,8 +30,10 @@ BENCHES = {
     "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
     "coding": "parities that follow their members: GB/s beside memcpy; how far sums of floats drift",
     "job": "parameter servers and workers against a plain PyTorch loop: samples/s, processor time, bytes",
+    "overhead": "erasure codes, copies and checkpoints against no protection: time, memory, load",
     "quantize": "row codecs beside torch's, fbgemm's and k-means: loss, rows/s, bytes",
     "quantize-accuracy": "AUC lost by restores from quantized checkpoints, by bits and restores",
+    "recovery": "a server is killed: how soon training goes on, what it costs, when all is back",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
 }
 

@@ -8,38 +8,28 @@ counted exactly.
 from __future__ import annotations
 
 import functools
-import signal
 import statistics
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from msgspec.structs import replace
 
 from holdfast.bench import server_start
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
+from holdfast.bench.live import BATCH, PARTS, WORKERS, LiveJob, cpu_ms, preset_config, with_servers
 from holdfast.bench.train import PlainLoop
 from holdfast.cluster.job import Runner
 from holdfast.cluster.launch.local import LocalLauncher
 from holdfast.cluster.messages import Status
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.planning import plan_job
-from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.tables.lookup import Placer
 from holdfast.training.config import Config, load
 from holdfast.training.readers import build_readers
 from holdfast.training.trainer import Trainer
 
-BATCH = 2048
 MAX_ROWS = 100_000
-WORKERS = 2
-PARTS = ("pull", "compute", "push", "transport", "server")
 
 
 def run(report: Report) -> None:
@@ -49,7 +39,7 @@ def run(report: Report) -> None:
         batch_size=BATCH, max_rows=MAX_ROWS, rounds=rounds, window_seconds=seconds, optimizer="adagrad",
         servers=4, workers=WORKERS,
     )  # fmt: skip
-    plan = plan_job(with_servers(_config("kaggle"), 4))
+    plan = plan_job(with_servers(preset_config("kaggle", MAX_ROWS), 4))
     server_start.measure(report, plan, rounds=2 * rounds)
     for preset in ("kaggle", "terabyte"):
         _compare(report, preset, rounds, seconds)
@@ -57,130 +47,18 @@ def run(report: Report) -> None:
     _accuracy(report)
 
 
-def _config(preset: str, max_rows: int = MAX_ROWS) -> Config:
-    return load(
-        None,
-        [
-            f"model.preset=criteo-{preset}", f"data.max_rows={max_rows}", f"data.cardinalities={preset}",
-            f"batch_size={BATCH}", "data.samples=1000000000", "data.test_samples=1",
-        ],
-    )  # fmt: skip
-
-
-def with_servers(config: Config, servers: int, **job: Any) -> Config:
-    """The same in so many servers and two workers."""
-    return replace(config, job=replace(config.job, servers=servers, workers=WORKERS, **job))
-
-
-class LiveJob:
-    """A job that runs in windows: between them all of its processes are stopped.
-
-    To hold is not enough: the little that waiting processes do costs a loop with two threads, each of which
-    waits for the other all the time, several times as much.
-    """
-
-    def __init__(self, config: Config, servers: int) -> None:
-        self.plan: JobPlan = plan_job(with_servers(config, servers))
-        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-bench-")
-        self._status: Status | None = None
-        self._news = threading.Condition()
-        self._holding = True
-        self._stopping = False
-        self._running = threading.Event()
-        self._running.set()
-        self._engine = LocalLauncher(Path(self._folder.name))
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        folder = Path(self._folder.name)
-        try:
-            with EventLog(folder) as events:
-                runner = Runner(self.plan, self._engine, folder, events)
-                runner.run(self._note, lambda: self._stopping, self._wants_hold)
-        except BaseException as error:
-            with self._news:
-                self._error = error
-                self._news.notify_all()
-
-    def _wants_hold(self) -> bool:
-        self._running.wait()
-        return self._holding
-
-    def freeze(self) -> None:
-        """Stop all processes, and the thread that watches them."""
-        self._running.clear()
-        for peer in self._engine.pids():
-            self._engine.signal(peer, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let all go on."""
-        for peer in self._engine.pids():
-            self._engine.signal(peer, signal.SIGCONT)
-        self._running.set()
-
-    def _note(self, status: Status) -> None:
-        with self._news:
-            self._status = status
-            self._news.notify_all()
-
-    def hold(self) -> Status:
-        """Let all workers come to a stand; how things are then."""
-        self._holding = True
-        with self._news:
-            while True:
-                if self._error is not None:
-                    raise self._error
-                status = self._status
-                workers = [n for n in status.nodes if n.peer.role == "worker"] if status else []
-                stand = bool(workers) and all(n.state == "held" for n in workers)
-                if status and status.phase == "holding" and stand:
-                    return status
-                if not self._news.wait(120):
-                    raise HoldfastError("the job did not come to a stand within two minutes")
-
-    def window(self, seconds: float) -> tuple[Status, Status, float]:
-        """Run for about so long: how things were before and after, and the seconds between."""
-        self.thaw()
-        before = self.hold()
-        started = time.perf_counter()
-        self._holding = False
-        time.sleep(seconds)
-        after = self.hold()
-        elapsed = time.perf_counter() - started
-        self.freeze()
-        return before, after, elapsed
-
-    def close(self) -> None:
-        """End the job and remove its files."""
-        self._stopping, self._holding = True, False
-        self.thaw()
-        self._thread.join()
-        self._folder.cleanup()
-
-
-@contextmanager
-def _job(config: Config, servers: int) -> Iterator[LiveJob]:
-    job = LiveJob(config, servers)
-    try:
-        yield job
-    finally:
-        job.close()
-
-
 def _compare(report: Report, preset: str, rounds: int, seconds: float) -> None:
-    config = _config(preset)
+    config = preset_config(preset, MAX_ROWS)
     torch.set_num_threads(2)
     reader, _ = build_readers(config)
     plain = PlainLoop(f"criteo-{preset}", reader, lr=config.optimizer.rate)
     costs: list[dict[str, float]] = []
     moved: list[float] = []
-    with _job(config, servers=4) as job:
+    with LiveJob(with_servers(config, 4)) as job:
 
         def ours() -> float:
             before, after, elapsed = job.window(seconds)
-            costs.append(_cpu_ms(before, after))
+            costs.append(cpu_ms(before, after))
             moved.append(_bytes_per_step(before, after))
             return (after.samples - before.samples) / elapsed
 
@@ -210,17 +88,17 @@ def _compare(report: Report, preset: str, rounds: int, seconds: float) -> None:
 def _cpu_of_shapes(report: Report, rounds: int, seconds: float) -> None:
     """The processor time of a step with 2, 4 and 8 servers, and with ten times the rows, in turns."""
     shapes = {
-        "servers2": (_config("kaggle"), 2),
-        "servers4": (_config("kaggle"), 4),
-        "servers8": (_config("kaggle"), 8),
-        "rows10": (_config("kaggle", 10 * MAX_ROWS), 4),
+        "servers2": (preset_config("kaggle", MAX_ROWS), 2),
+        "servers4": (preset_config("kaggle", MAX_ROWS), 4),
+        "servers8": (preset_config("kaggle", MAX_ROWS), 8),
+        "rows10": (preset_config("kaggle", 10 * MAX_ROWS), 4),
     }
-    jobs = {name: LiveJob(config, servers) for name, (config, servers) in shapes.items()}
+    jobs = {name: LiveJob(with_servers(config, servers)) for name, (config, servers) in shapes.items()}
     try:
 
         def cost(name: str) -> float:
             before, after, _ = jobs[name].window(seconds)
-            return sum(_cpu_ms(before, after).values())
+            return sum(cpu_ms(before, after).values())
 
         sides = {name: functools.partial(cost, name) for name in jobs}
         interleave(sides, 1)
@@ -264,20 +142,6 @@ def _accuracy(report: Report) -> None:
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     report.figure("job.auc_minus_trainer", Spread.of(differences), f"{seeds} seeds, {samples:,} samples")
     report.figure("job.trainer_seed_noise", statistics.stdev(theirs), "standard deviation over seeds")
-
-
-def _cpu_ms(before: Status, after: Status) -> dict[str, float]:
-    """Processor time of a step, by part of the work."""
-    steps = after.steps - before.steps
-    used: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    for old, new in zip(before.nodes, after.nodes, strict=True):
-        then, now = dict(old.figures.cpu_seconds), dict(new.figures.cpu_seconds)
-        gone = {part: now[part] - then.get(part, 0.0) for part in now}
-        process = gone.pop("process", 0.0)
-        for part, seconds in gone.items():
-            used[part] += seconds
-        used["server" if new.peer.role == "server" else "transport"] += process - sum(gone.values())
-    return {part: seconds / steps * 1000 for part, seconds in used.items()}
 
 
 def _bytes_per_step(before: Status, after: Status) -> float:

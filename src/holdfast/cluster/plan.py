@@ -30,12 +30,14 @@ class Timing(Struct, frozen=True, kw_only=True):
 class LaneOptions(Struct, frozen=True, kw_only=True):
     """How changes go to parity servers, and how what is lost comes back."""
 
-    pushes: int = 4
-    """A server tells parity servers of its changes after so many pushes of a worker, …"""
-    seconds: float = 0.1
-    """… or after so long."""
-    window: int = 8
-    """How many pushes of a worker may be waiting for that."""
+    pushes: int = 32
+    """A server tells parity servers of its changes after so many pushes, whoever's they are, …"""
+    seconds: float = 4.0
+    """… or after so long, …"""
+    idle_seconds: float = 0.5
+    """… or when nothing was pushed for so long."""
+    window: int = 32
+    """How many pushes of a worker may be waiting for that; after half of them parity servers are told."""
     chunk_rows: int = 8192
     """Rows that are recovered at a time behind the training's back."""
     share: float = 0.25

@@ -96,7 +96,9 @@ class Protection:
         self._batches: deque[Instant] = deque()
         self._kept = self._flushed = Instant()
         self._pending_since: float | None = None
-        self._hurry = False
+        self._pending_pushes = 0
+        self._changed_at = 0.0
+        self._holds = self._hurry = False
 
     def _neighbours(self, *, parities: bool) -> Iterator[int]:
         """The servers of this one's parities, or those whose parities it keeps."""
@@ -121,9 +123,12 @@ class Protection:
         """Rows have changed, by a push of a worker or otherwise."""
         if self._pending_since is None:
             self._pending_since = now
+        self._changed_at = now
         if worker is not None:
-            told = self._flushed.marks[worker].sequence
-            if self._marks()[worker].sequence >= told + self.plan.lanes.pushes:
+            self._pending_pushes += 1
+            lanes, told = self.plan.lanes, self._flushed.marks[worker].sequence
+            many = self._marks()[worker].sequence >= told + max(1, lanes.window // 2)
+            if many or self._pending_pushes >= lanes.pushes:
                 self.flush(now)
 
     def flush(self, now: float) -> None:
@@ -131,6 +136,7 @@ class Protection:
         if self._pending_since is None:
             return
         self._pending_since = None
+        self._pending_pushes = 0
         self.batch += 1
         self._flushed = self._instant()
         self._batches.append(self._flushed)
@@ -151,9 +157,12 @@ class Protection:
 
     def tick(self, now: float) -> None:
         """Send what has waited long enough, and send again what was not acknowledged."""
-        since = self._pending_since
-        if since is not None and (self._hurry or now - since >= self.plan.lanes.seconds):
+        since, lanes = self._pending_since, self.plan.lanes
+        if since is not None and (
+            self._hurry or now - since >= lanes.seconds or now - self._changed_at >= lanes.idle_seconds
+        ):
             self.flush(now)
+            self._hurry = self._holds
         for lane in self._out.values():
             self.outbox.extend(lane.overdue(now))
 
@@ -279,7 +288,9 @@ class Protection:
 
         ``mine`` is this server's own entry, and it has started.
         """
-        self._hurry = view.phase != "running"
+        # Once, too, when somebody is new: the replacement of a worker waits until its last pushes are kept.
+        self._hurry = True
+        self._holds = view.phase != "running"
         for entry in view.servers:
             if entry.slot == self.me.slot:
                 continue

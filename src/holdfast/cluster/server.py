@@ -154,6 +154,7 @@ class Server:
         self._next_beat = 0.0
         self._told: tuple[object, ...] = ()
         self._kept_told = [0] * plan.workers
+        self._pushed_at = [0.0] * plan.workers
         self._waiting: dict[tuple[Peer, str, int], Envelope] = {}
         self._changed = False
         self.protection: Protection | None = None
@@ -385,6 +386,7 @@ class Server:
     def _with_kept(self, answer: Pushed | Refused | None, source: Peer) -> Pushed | Refused | None:
         self._note_changes(source.slot)
         if isinstance(answer, Pushed):
+            self._pushed_at[source.slot] = self._now
             self._kept_told[source.slot] = self._kept(source.slot)
             return replace(answer, kept=self._kept(source.slot))
         return answer
@@ -396,12 +398,17 @@ class Server:
         self._changed = False
 
     def _tell_kept(self) -> None:
-        """Workers that have nothing to push would not hear of it otherwise."""
+        """Tell workers what is kept if they would not hear of it soon with the answer to a push."""
+        lanes, holds = self.plan.lanes, self.view.phase != "running"
         for worker in self.view.workers:
-            kept = self._kept(worker.slot)
-            if kept > self._kept_told[worker.slot] and worker.starts:
-                self._kept_told[worker.slot] = kept
-                target = Peer("worker", worker.slot, worker.incarnation)
+            slot, told = worker.slot, self._kept_told[worker.slot]
+            kept = self._kept(slot)
+            if kept <= told or not worker.starts:
+                continue
+            waits = self._ledger.applied(slot) - told >= lanes.window
+            if holds or waits or self._now - self._pushed_at[slot] >= lanes.idle_seconds:
+                self._kept_told[slot] = kept
+                target = Peer("worker", slot, worker.incarnation)
                 self.outbox.append(Envelope(self.me, target, Kept(kept)))
 
     def _push(self, envelope: Envelope, message: Push) -> tuple[Pushed | Refused | None, Sequence[Frame]]:

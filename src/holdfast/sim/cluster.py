@@ -63,7 +63,10 @@ def counting_plan(
         k=k,
         r=r,
         dense="replicate",
-        lanes=lanes or LaneOptions(chunk_rows=3, share=0.5, scrub_seconds=2.0),
+        lanes=lanes
+        or LaneOptions(
+            pushes=4, seconds=0.1, idle_seconds=0.1, window=8, chunk_rows=3, share=0.5, scrub_seconds=2.0
+        ),
         atomic=atomic,
         staleness=staleness,
         timing=timing,

@@ -326,9 +326,11 @@ class ZmqTransport:
     def _drain(self, socket: zmq.Socket[bytes], envelopes: list[Envelope]) -> None:
         for _ in range(_POLL_MESSAGES):
             try:
-                parts = socket.recv_multipart(_NOW, copy=False)
+                parts = [socket.recv(_NOW, copy=False)]
             except zmq.Again:
                 return
+            while parts[-1].more:  # all are there once the first is; `recv_multipart` asks by way of enums
+                parts.append(socket.recv(_NOW, copy=False))
             route = parts.pop(0).bytes if socket is self._router else None
             envelope = self._open(parts)
             if envelope is not None:

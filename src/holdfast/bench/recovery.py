@@ -1,0 +1,317 @@
+"""``bench recovery``: a server is killed in the middle of training (kill -9).
+
+Three times are measured from the kill on. Training *resumes* when every worker has begun a batch after the
+replacement took over: it does that only when all servers, the new one included, have applied its last. Then
+the replacement brings back the rows it lacks, those that somebody waits for at once and all others behind
+the training's back; the recovery is *full* when rows and parities are all there. Speeds before and meanwhile
+are counted in batches that workers have begun, each of which they write down the time of.
+
+Checkpoints are compared as the papers do (ECRM §4.2, ECRec §5.3): on average, half an interval of work is
+done again after the last one was read.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from msgspec.structs import replace
+from torch import nn
+
+from holdfast.bench.harness import Report, Spread
+from holdfast.bench.live import BATCH, WORKERS, LiveJob, happened, preset_config, servers_of, with_servers
+from holdfast.bench.proportion import full_checkpoint, interval_seconds
+from holdfast.cluster.job import JobResult, Runner
+from holdfast.cluster.launch.local import LocalLauncher
+from holdfast.cluster.messages import Status
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.planning import plan_job
+from holdfast.data.reader import Reader
+from holdfast.errors import HoldfastError
+from holdfast.events import EventLog
+from holdfast.models.factory import build
+from holdfast.models.presets import PRESETS
+from holdfast.options import ErasureCode, Kill
+from holdfast.training.config import Config, OwnModelConfig
+
+CHUNKS = {"512": 512, "8192": 8192, "all": 1 << 31}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    max_rows: tuple[int, ...]
+    """Sizes of tables; the last is the one that figures are of."""
+    ks: tuple[int, ...]
+    servers: int | None
+    """None: as few as a code needs."""
+    kills: int
+    """Of each job."""
+    seconds: float
+    """Training before a kill."""
+    workers: int
+    exact: tuple[tuple[int, int], ...]
+    """Pairs of jobs that are compared to the bit: k, and how many servers die in one of them."""
+    chunks: tuple[str, ...]
+    chunk_k: int
+
+
+FULL = Scale(
+    max_rows=(100_000, 300_000, 1_000_000),
+    ks=(2, 4),
+    servers=5,
+    kills=5,
+    seconds=5.0,
+    workers=WORKERS,
+    exact=((2, 1), (4, 1), (2, 3), (4, 3)),
+    chunks=tuple(CHUNKS),
+    chunk_k=4,
+)
+QUICK = Scale(
+    max_rows=(2000,),
+    ks=(2, 4),
+    servers=None,
+    kills=1,
+    seconds=0.5,
+    workers=1,
+    exact=((2, 1),),
+    chunks=("512", "8192"),
+    chunk_k=2,
+)
+
+
+def run(report: Report) -> None:
+    """Everything; or, quickly, each part of it once, on tables that are too small to say much."""
+    measure(report, QUICK if report.quick else FULL)
+
+
+def measure(report: Report, scale: Scale) -> None:
+    """Equal to the bit; then times and speeds while training goes on; then how fast it could be."""
+    report.settings.update(
+        batch_size=BATCH, servers=scale.servers, workers=scale.workers, max_rows=scale.max_rows,
+        kills=scale.kills, preset="kaggle", optimizer="adagrad",
+    )  # fmt: skip
+    _exact(report, scale)
+    full_seconds = _online(report, scale)
+    report.save()
+    _checkpoints(report, scale, full_seconds)
+    report.save()
+    _chunks(report, scale)
+
+
+def _config(scale: Scale, max_rows: int, k: int, **code: Any) -> Config:
+    config = preset_config("kaggle", max_rows)
+    protection = ErasureCode(k, 1, **code)
+    return with_servers(config, scale.servers or k + 1, workers=scale.workers, protection=protection)
+
+
+# To the bit
+
+
+def _exact(report: Report, scale: Scale) -> None:
+    """Jobs of one worker that waits for its rows are equal to the bit; so are those of which servers die."""
+    equal = []
+    for k, deaths in scale.exact:
+        config = _config(scale, 2000, k)
+        job = replace(config.job, workers=1, staleness=0)
+        config = replace(config, job=job, max_steps=20 * (deaths + 1), seed=k)
+        # Further round the ring each time, so that rows are also recovered from recovered ones.
+        kills = [Kill("server", 2 * death % job.servers, 10 + 20 * death) for death in range(deaths)]
+        whole, failed = _run(config, []), _run(config, kills)
+        if failed.kills_missed or not whole.records or not failed.records:
+            raise HoldfastError("a job ended before all its kills, or did not tell what its records are")
+        equal.append(whole.records == failed.records)
+    report.figure("recovery.bit_exact", float(all(equal)), f"{len(equal)} jobs and twins that nobody killed")
+
+
+def _run(config: Config, kills: list[Kill]) -> JobResult:
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as name, EventLog(Path(name)) as events:
+        folder = Path(name)
+        return Runner(plan_job(config), LocalLauncher(folder), folder, events, kills=kills).run()
+
+
+# While training goes on
+
+
+def traced_network(reader: Reader, preset: str, folder: str) -> nn.Module:
+    """A preset's network that writes down when it begins a batch, in a file of this process."""
+    network = build("dlrm", PRESETS[preset], reader.dense_features, len(reader.table_rows))
+    path = Path(folder) / str(os.getpid())
+
+    def note(module: nn.Module, _: Any) -> None:
+        if module.training:
+            with path.open("ab") as file:
+                file.write(np.float64(time.time()).tobytes())
+
+    network.register_forward_pre_hook(note)
+    return network
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What came after a server was killed."""
+
+    resume_seconds: float
+    rows_seconds: float
+    """Until all rows were back."""
+    full_seconds: float
+    """Until all parities were, too."""
+    before: float
+    """Batches a second before, …"""
+    meanwhile: float
+    """… and between the resumption and the full recovery."""
+
+
+class Victims:
+    """A job of which servers are killed, one after the other.
+
+    Use as a context manager.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-bench-")
+        model = OwnModelConfig(
+            build="holdfast.bench.recovery:traced_network",
+            arguments={"preset": "criteo-kaggle", "folder": self._folder.name},
+        )
+        self.job = LiveJob(replace(config, model=model), spares=True)
+        self._next = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.job.close()
+        self._folder.cleanup()
+
+    def kill(self) -> tuple[int, float, Status]:
+        """Kill the next server and let it come back: which one, when, and how things were in the end."""
+        slot, self._next = self._next, (self._next + 1) % self.job.plan.servers
+        at = self.job.kill_server(slot)
+        return slot, at, self.job.wait(lambda status: _is_whole(status, slot, at), "the recovery of a server")
+
+    def death(self, seconds: float) -> Death:
+        """One death, after so long, while workers train."""
+        job, some = self.job, 4 * self.job.plan.workers
+        before = job.hold()
+        job.wait_for_spares()
+        since = time.time()
+        job.go_on()
+        time.sleep(seconds)
+        job.wait(lambda status: status.steps > before.steps + some, "some steps")
+        _, killed, whole = self.kill()
+        full = time.time()
+        job.wait(lambda status: status.steps > whole.steps + some, "further steps")
+        job.hold()
+        (started,), (recovered,) = (
+            happened(whole, f"server_{what}", killed) for what in ("started", "recovered")
+        )
+        begun = [np.fromfile(path) for path in Path(self._folder.name).iterdir()]
+        resumed = max(float(times[times > started.at][0]) for times in begun)
+
+        def speed(first: float, last: float) -> float:
+            return sum(int(((times > first) & (times <= last)).sum()) for times in begun) / (last - first)
+
+        first = min(float(times[times > since][0]) for times in begun)
+        before_speed, meanwhile = speed(first, killed), speed(resumed, max(full, resumed + 0.1))
+        return Death(resumed - killed, recovered.at - killed, full - killed, before_speed, meanwhile)
+
+
+def _is_whole(status: Status, slot: int, since: float) -> bool:
+    left = servers_of(status)[slot].redundancy
+    return bool(happened(status, "server_recovered", since)) and not left.rows and not left.parities
+
+
+def _online(report: Report, scale: Scale) -> dict[int, float]:
+    """Sizes and k; the seconds of a full recovery by k, of the largest tables."""
+    slowest: dict[int, float] = {}
+    resume: list[float] = []
+    drop: list[float] = []
+    for k in scale.ks:
+        for max_rows in scale.max_rows:
+            with Victims(_config(scale, max_rows, k)) as victims:
+                deaths = [victims.death(scale.seconds) for _ in range(scale.kills)]
+                held = _server_bytes(victims.job.plan, 0)
+            full = Spread.of([death.full_seconds for death in deaths])
+            report.raw[f"recovery.k{k}.rows{max_rows}"] = deaths
+            note = f"rows and parities of a server with {held / 1e6:.0f} MB of rows"
+            report.figure(f"recovery.k{k}.rows{max_rows}.full_seconds", full, note)
+            resume += [death.resume_seconds for death in deaths]
+        slowest[k] = full.median
+        report.figure(f"recovery.k{k}.full_seconds", full, "of the largest tables")
+        rows = Spread.of([death.rows_seconds for death in deaths])
+        report.figure(f"recovery.k{k}.rows_seconds", rows, "until all rows are back")
+        drop += [(1 - death.meanwhile / death.before) * 100 for death in deaths]
+    report.figure("recovery.resume_seconds", Spread.of(resume), "from the kill until all workers go on")
+    report.figure("recovery.resume_seconds.worst", max(resume), f"of {len(resume)}")
+    report.figure("recovery.drop_percent", Spread.of(drop), "of the speed, from then until all is back")
+    return slowest
+
+
+def _server_bytes(plan: JobPlan, slot: int) -> int:
+    """Of the records of a server that parities protect."""
+    return sum(
+        int((placement.owner(np.arange(group.rows)) == slot).sum()) * group.words * 4
+        for group, placement in zip(plan.groups, plan.placements, strict=True)
+        if placement.r
+    )
+
+
+# Checkpoints in proportion
+
+
+def _checkpoints(report: Report, scale: Scale, full_seconds: dict[int, float]) -> None:
+    config = preset_config("kaggle", scale.max_rows[-1])
+    found = full_checkpoint(
+        with_servers(config, scale.servers or 2, workers=scale.workers), 1 if report.quick else 3
+    )
+    report.figure("recovery.checkpoint.pause_seconds", found.pause_seconds, "to write all, training stopped")
+    report.figure("recovery.checkpoint.restore_seconds", found.restore_seconds, "to read it on all cores")
+    for minutes in (30, 60):
+        average = interval_seconds(found.pause_seconds, minutes) / 2 + found.restore_seconds
+        report.figure(f"recovery.checkpoint{minutes}.average_seconds", average, "half an interval again")
+        for k in scale.ks:
+            name = f"recovery.k{k}.checkpoint{minutes}_average_over_ec"
+            report.figure(name, average / full_seconds[k])
+    best = report.figures["recovery.k2.checkpoint60_average_over_ec"]
+    report.figure("recovery.checkpoint_average_over_ec", best, "as the papers' 9.8: k = 2, 60 minutes")
+
+
+# How fast it could be
+
+
+def _chunks(report: Report, scale: Scale) -> None:
+    """The papers compare one lock for all rows with ten; here, rows that are recovered at a time."""
+    for name in scale.chunks:
+        code = {"chunk_rows": CHUNKS[name], "recovery_share": 1.0}
+        with Victims(_config(scale, scale.max_rows[-1], scale.chunk_k, **code)) as victims:
+            deaths = [victims.death(scale.seconds) for _ in range(scale.kills)]
+            decoded = [_decoding(victims) for _ in range(scale.kills)] if name == "8192" else []
+        report.raw[f"recovery.chunk_{name}"] = {"deaths": deaths, "decode_megabytes_per_second": decoded}
+        full = Spread.of([death.full_seconds for death in deaths])
+        report.figure(f"recovery.chunk_{name}.full_seconds", full, f"{name} rows at a time, unthrottled")
+        drop = Spread.of([(1 - death.meanwhile / death.before) * 100 for death in deaths])
+        report.figure(f"recovery.chunk_{name}.drop_percent", drop)
+        if decoded:
+            note = "of records, unthrottled, while workers wait"
+            report.figure("recovery.decode_megabytes_per_second", Spread.of(decoded), note)
+
+
+def _decoding(victims: Victims) -> float:
+    """MB/s while nobody trains."""
+    victims.job.hold()
+    victims.job.wait_for_spares()
+    slot, killed, whole = victims.kill()
+    (started,), (recovered,) = (
+        happened(whole, f"server_{what}", killed) for what in ("started", "recovered")
+    )
+    return _server_bytes(victims.job.plan, slot) / 1e6 / (recovered.at - started.at)

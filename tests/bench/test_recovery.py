@@ -1,0 +1,36 @@
+"""The bench on tables that take no time: every figure that is claimed is there and makes sense."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from holdfast.bench import recovery
+from holdfast.bench.harness import BENCHES, Report
+
+CLAIMED = {
+    "recovery.resume_seconds", "recovery.drop_percent", "recovery.k2.full_seconds",
+    "recovery.checkpoint_average_over_ec", "recovery.decode_megabytes_per_second", "recovery.bit_exact",
+}  # fmt: skip
+
+
+def test_every_claimed_figure() -> None:
+    report = Report("recovery", quick=True, console=Console(file=io.StringIO()))
+    recovery.measure(report, recovery.Scale(
+        max_rows=(2000,), ks=(2,), servers=None, kills=1, seconds=0.3, workers=1, exact=((2, 1),),
+        chunks=("8192",), chunk_k=2,
+    ))  # fmt: skip
+    figures = report.figures
+    assert figures.keys() >= CLAIMED
+    assert figures["recovery.bit_exact"] == 1
+    assert 0 < figures["recovery.k2.rows_seconds"] <= figures["recovery.k2.full_seconds"]
+    assert figures["recovery.resume_seconds"] > 0
+    assert figures["recovery.decode_megabytes_per_second"] > 0
+    ratios = [figures[f"recovery.k2.checkpoint{minutes}_average_over_ec"] for minutes in (30, 60)]
+    assert 0 < ratios[0] < ratios[1] == figures["recovery.checkpoint_average_over_ec"]
+    report.to_json()
+
+
+def test_the_bench_is_listed() -> None:
+    assert "recovery" in BENCHES
