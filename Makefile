@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One worker per processor; the tests of a file stay together, so that they share what is costly to start.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+# Jobs with failures on virtual time that `make soak` runs.
+SCHEDULES ?= 10000
 
 .PHONY: venv demo test lint bench soak clean
 
@@ -30,6 +32,7 @@ bench: venv
 	$(BIN)/holdfast bench train --json bench-train.json
 
 soak: venv
+	$(BIN)/holdfast chaos --simulated $(SCHEDULES)
 	$(PYTEST) -m soak --timeout 3600
 
 clean:

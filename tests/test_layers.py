@@ -15,6 +15,7 @@ LAYERS = [
     {"cli"},
     {"cli_planning"},
     {"testing"},
+    {"chaos"},
     {"bench"},
     {"sim"},
     {"cluster"},

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from holdfast.cluster.calls import Calls, Spread
-from holdfast.cluster.messages import Peer, ServerInView
+from holdfast.cluster.messages import Commit, Message, Peer, Position, Pushed, ServerInView
+from holdfast.cluster.transport.base import Envelope
 from holdfast.sim.cluster import counting_plan
 
 
-def test_a_worker_that_was_stopped_does_not_call_servers_stuck() -> None:
+def calls_of_a_worker() -> tuple[Calls, Spread]:
     plan = counting_plan(servers=1, workers=1, atomic=False)
     spread = Spread(np.zeros(1, np.uint32), np.array([0, 1]))
     calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, np.zeros((1, 1), np.float32)))
-    calls.adopt([ServerInView(0, 1, "there")])
+    calls.adopt([ServerInView(0, 1, "there", starts=True)])
     calls.tick(10.0)
+    return calls, spread
+
+
+def test_a_server_that_is_being_replaced_is_not_stuck() -> None:
+    calls, spread = calls_of_a_worker()
+    calls.pull([spread, spread], 10.0)
+    calls.tick(10.5)
+    assert calls.waiting_since() == {0: 10.0}
+    calls.adopt([ServerInView(0, 2)])
+    assert calls.waiting_since() == {}
+    for tenth in range(1, 50):
+        calls.tick(10.5 + tenth / 10)
+    calls.adopt([ServerInView(0, 2, "elsewhere", starts=True)])
+    assert calls.waiting_since() == {0: 10.5 + 4.9}
+    assert calls.outbox[-1].target == Peer("server", 0, 2)
+
+
+def test_a_worker_that_was_stopped_does_not_call_servers_stuck() -> None:
+    calls, spread = calls_of_a_worker()
+    plan = counting_plan(servers=1, workers=1, atomic=False)
     calls.pull([spread, spread], 10.0)
     calls.tick(10.1)
     calls.tick(70.1)  # stopped for a minute
@@ -22,3 +44,29 @@ def test_a_worker_that_was_stopped_does_not_call_servers_stuck() -> None:
     for tenth in range(1, 15):
         calls.tick(70.1 + tenth / 10)
     assert 71.5 - calls.waiting_since()[0] > plan.timing.stuck_seconds
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)], ids=str)
+def test_a_push_that_only_some_servers_have_applied_before_is_committed(order: tuple[int, ...]) -> None:
+    """A worker begins again where the server stands that was replaced; the others know its pushes already."""
+    plan = counting_plan(servers=3, workers=1, atomic=True)
+    spread = Spread(np.zeros(3, np.uint32), np.arange(4))
+    zeros = np.zeros((3, 1), np.float32)
+    calls = Calls(Peer("worker", 0, 2), plan, lambda group: (spread, zeros))
+    calls.adopt([ServerInView(slot, 1, "there", starts=True) for slot in range(3)])
+
+    def answer(server: int, message: Message) -> None:
+        calls.receive(Envelope(Peer("server", server, 1), calls.me, message), 10.0)
+
+    call = calls.push(1, Position(0, 0), [spread, spread], [zeros, zeros], 10.0)
+    for server in order:
+        answer(server, Pushed(1, applied=server != 0))
+    assert call.questions
+    assert {e.target.slot for e in calls.outbox if isinstance(e.message, Commit)} == {0, 1, 2}
+    for server in order:
+        answer(server, Pushed(1, applied=True))
+    assert call.done
+    second = calls.push(2, Position(0, 1), [spread, spread], [zeros, zeros], 10.0)
+    for server in order:
+        answer(server, Pushed(2, applied=True))
+    assert second.done, "all of them know this one"

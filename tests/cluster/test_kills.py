@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from holdfast.chaos.counting import count_rows
 from holdfast.checkpoint.records import Rows
 from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store import open_store
@@ -23,15 +24,14 @@ from holdfast.coding.placement import Placement
 from holdfast.events import EventLog, read_events
 from holdfast.tables.shard import GroupShard
 from holdfast.training.config import load
-from tests.cluster.counting import ROWS, rows_of
 
 SERVERS = 2
 
 
 def plan_of(folder: Path, batches: int, *, atomic: bool, silent_seconds: float = 30.0) -> JobPlan:
     values = [
-        "model=tests.cluster.counting:Counting",
-        "data.build=tests.cluster.counting:Numbered",
+        "model=holdfast.chaos.counting:Counting",
+        "data.build=holdfast.chaos.counting:Numbered",
         f"data.arguments={{batches: {batches}}}",
         "optimizer.name=sgd",
         "optimizer.lr=1.0",
@@ -71,11 +71,7 @@ def counted(plan: JobPlan, store: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def expected(batches: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    counts = np.zeros(sum(ROWS), np.int64)
-    for batch in range(batches):
-        for first, rows in zip((0, ROWS[0]), rows_of(batch), strict=True):
-            counts[first + rows] += 1
-    return counts
+    return count_rows(np.arange(batches))
 
 
 POINTS = {

@@ -8,7 +8,17 @@ import msgspec
 import pytest
 
 from holdfast.cluster.membership import Durable, Supervisor
-from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Position, View, WorkerMark
+from holdfast.cluster.messages import (
+    Beat,
+    Evaluation,
+    Exit,
+    LaneState,
+    Peer,
+    Position,
+    Redundancy,
+    View,
+    WorkerMark,
+)
 from holdfast.cluster.transport.base import Envelope
 from holdfast.sim.cluster import counting_plan
 from holdfast.sim.storage import MemoryStorage
@@ -19,9 +29,11 @@ SERVERS, WORKERS = 2, 2
 class Script:
     """A supervisor, and nodes that say what a test wants them to say."""
 
-    def __init__(self, storage: MemoryStorage | None = None, atomic: bool = True, **options: Any) -> None:
+    def __init__(
+        self, storage: MemoryStorage | None = None, atomic: bool = True, r: int = 0, **options: Any
+    ) -> None:
         self.storage = storage or MemoryStorage()
-        self.plan = counting_plan(servers=SERVERS, workers=WORKERS, atomic=atomic)
+        self.plan = counting_plan(servers=SERVERS, workers=WORKERS, atomic=atomic, r=r)
         self.machine = Supervisor(self.plan, self.storage, 0.0, **options)
         self.now = 0.0
 
@@ -156,6 +168,51 @@ def test_a_worker_that_cannot_reach_a_server_is_replaced() -> None:
     script = Script().started()
     script.beat("worker", 1, "working", stuck_on=(0,))
     assert [w.incarnation for w in script.machine.view.workers] == [1, 2]
+
+
+def test_what_a_worker_said_of_a_server_before_it_began_does_not_count() -> None:
+    script = Script().started()
+    since = script.machine.view.servers[0].since
+    script.beat("worker", 1, "working", stuck_on=(0,), view=msgspec.structs.replace(since, epoch=0))
+    assert script.machine.view.workers[1].incarnation == 1
+
+
+def replaced_server(script: Script) -> None:
+    """Server 1 is killed; its successor takes over and lacks 8 rows."""
+    script.exit(Peer("server", 1, 1))
+    for _ in range(3):
+        script.beat("server", 0, lanes=(LaneState(1, 1),))
+        script.beat("server", 1, incarnation=2, redundancy=Redundancy(rows=8))
+
+
+def said(script: Script, event: str) -> int:
+    return [name for name, _ in script.machine.events].count(event)
+
+
+def test_a_beat_that_comes_late_does_not_take_rows_away() -> None:
+    script = Script(r=1).started()
+    replaced_server(script)
+    assert (said(script, "server_started"), said(script, "server_recovered")) == (1, 0)
+    assert not script.machine.may_cut()
+    for left in (3, 0, 3, 0, 0):
+        script.beat("server", 1, incarnation=2, redundancy=Redundancy(rows=left, recovered=8 - left))
+        assert script.machine.may_cut() == (said(script, "server_recovered") > 0)
+    assert said(script, "server_recovered") == 1
+    script.exit(Peer("server", 1, 2))
+    assert not script.machine.may_cut()
+
+
+def test_a_supervisor_that_comes_back_makes_no_cut_without_rows() -> None:
+    first = Script(r=1).started()
+    replaced_server(first)
+    since = [entry.since for entry in first.machine.view.servers]
+    second = Script(first.storage, r=1)
+    second.beat("server", 0, started=since[0])
+    second.beat("server", 1, incarnation=2, started=since[1], redundancy=Redundancy(rows=5))
+    assert second.phase == "running"
+    assert not second.machine.may_cut()
+    second.beat("server", 1, incarnation=2, redundancy=Redundancy(recovered=8))
+    assert second.machine.may_cut()
 
 
 def test_epochs_rise_and_are_durable_before_use() -> None:

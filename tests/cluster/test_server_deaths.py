@@ -20,8 +20,8 @@ from holdfast.training.config import load
 from tests.cluster.test_kills import counted, expected
 
 COUNTING = [
-    "model=tests.cluster.counting:Counting",
-    "data.build=tests.cluster.counting:Numbered",
+    "model=holdfast.chaos.counting:Counting",
+    "data.build=holdfast.chaos.counting:Numbered",
     "optimizer.name=sgd",
     "optimizer.lr=1.0",
     "batch_size=8",

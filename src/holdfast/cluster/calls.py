@@ -92,6 +92,8 @@ class PushCall(Call):
     batch: Position = START
     samples: int = 0
     frames: dict[int, tuple[tuple[Part, ...], Sequence[Frame]]] = field(default_factory=dict)
+    staged: bool = False
+    """Whether some server waits for a commit."""
     committing: bool = False
     returned: Floats | None = None
     """The new weights of the last group's rows, as answers bring them; None: they were not asked for."""
@@ -167,6 +169,7 @@ class Calls:
                 self._ask_push(push, server.slot)
             for pull in self._pulls.values():
                 if server.slot in pull.questions:
+                    pull.questions[server.slot].asked = self._now
                     self._send(server.slot, pull.questions[server.slot])
 
     def pull(self, spreads: Sequence[Spread], now: float) -> PullCall:
@@ -264,11 +267,12 @@ class Calls:
                     self._send(server, question)
 
     def waiting_since(self) -> dict[int, float]:
-        """For each server that owes an answer, since when."""
+        """For each server that owes an answer, since when; one that is being replaced owes none."""
         waiting: dict[int, float] = {}
         for call in self._open():
             for server, question in call.questions.items():
-                waiting[server] = min(question.asked, waiting.get(server, question.asked))
+                if server in self._servers:
+                    waiting[server] = min(question.asked, waiting.get(server, question.asked))
         return waiting
 
     def _waits(self, server: int) -> float:
@@ -340,11 +344,13 @@ class Calls:
                     call.lacking.discard(server)
         elif not call.committing and isinstance(call.questions[server].message, Push):
             del call.questions[server]
-            if call.done:
-                # Every server has the gradients: from here on the push must count everywhere.
-                call.committing = True
-                for each in call.frames:
-                    self._ask_push(call, each)
+            call.staged = True
+        if call.done and call.staged and not call.committing:
+            # Every server has the gradients: from here on the push must count everywhere. Those that have
+            # applied it before, when another incarnation sent it, may have answered last.
+            call.committing = True
+            for each in call.frames:
+                self._ask_push(call, each)
 
     def _take_refusal(self, server: int, message: Refused) -> None:
         call = self._numbered(message.sequence)

@@ -3,7 +3,8 @@
 A fault is written ``ACTION@POINT:SEQUENCE`` or ``ACTION@POINT:SEQUENCE:COUNT``. Actions: "kill" (SIGKILL),
 "stop" (SIGSTOP: whoever tests it lets it go on). Points: "pulled" (the rows of a batch are here),
 "computed" (its gradients are, and nothing was sent), "push" and "commit" (so many of these messages are
-out), "pushed" (all servers have applied it). ``SEQUENCE`` is the number of the worker's push, from 1.
+out), "pushed" (all servers have applied it). ``SEQUENCE`` is the number of the worker's push, from 1; "*" is
+the next one after the process got SIGUSR1.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from holdfast.cluster.messages import Commit, Message, Push
+from holdfast.cluster.messages import Commit, Message, Position, Push
 from holdfast.errors import ConfigError
 
 POINTS = ("pulled", "computed", "push", "commit", "pushed")
 _ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _ON_ITS_WAY_SECONDS = 0.05
+_ANY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Fault:
     action: str
     point: str
     sequence: int
+    """-1: any, once the process got SIGUSR1."""
     count: int = 0
 
     @classmethod
@@ -42,9 +47,10 @@ class Fault:
                 f"fault {text!r}: expected ACTION@POINT:SEQUENCE[:COUNT] with an action of "
                 f"{', '.join(_ACTIONS)} and a point of {', '.join(POINTS)}"
             )
-        if not all(number.isdecimal() for number in numbers):
+        sequence, *count = numbers
+        if not all(number.isdecimal() for number in count) or not (sequence == "*" or sequence.isdecimal()):
             raise ConfigError(f"fault {text!r}: {place.partition(':')[2]!r} is not made of numbers")
-        return cls(action, point, *(int(number) for number in numbers))
+        return cls(action, point, _ANY if sequence == "*" else int(sequence), *map(int, count))
 
 
 class Faults:
@@ -52,15 +58,22 @@ class Faults:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._faults = [Fault.parse(text) for text in texts]
+        self._armed = False
+        if any(fault.sequence == _ANY for fault in self._faults):
+            signal.signal(signal.SIGUSR1, self._arm)
         self._sent: Counter[tuple[str, int]] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._faults)
 
+    def _arm(self, number: int, frame: Any) -> None:
+        self._armed = True
+
     def reach(self, point: str, sequence: int, count: int = 0) -> None:
         """A point has been reached; this may not return."""
         for fault in self._faults:
-            if (fault.point, fault.sequence, fault.count) == (point, sequence, count):
+            due = self._armed if fault.sequence == _ANY else fault.sequence == sequence
+            if due and (fault.point, fault.count) == (point, count):
                 time.sleep(_ON_ITS_WAY_SECONDS)  # what was sent leaves the process from another thread
                 self._faults.remove(fault)
                 os.kill(os.getpid(), _ACTIONS[fault.action])
@@ -79,6 +92,32 @@ class Faults:
             sequence = message.sequence  # type: ignore[union-attr]
             self._sent[kind, sequence] += 1
             self.reach(kind, sequence, self._sent[kind, sequence])
+
+
+class Acknowledged:
+    """Writes down which pushes all servers keep, so that somebody else can see to it that they do.
+
+    One line for each time a worker learns of it, "SEQUENCE EPOCH INDEX": that push, whose batch this is, and
+    all before it. Without a folder nothing is written.
+    """
+
+    def __init__(self, folder: str, worker: int) -> None:
+        self._file = -1
+        self._sequence = 0
+        if folder:
+            path = acknowledged_path(Path(folder), worker)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def note(self, sequence: int, batch: Position) -> None:
+        """The last push that all servers keep."""
+        if self._file >= 0 and sequence != self._sequence:
+            self._sequence = sequence
+            os.write(self._file, b"%d %d %d\n" % (sequence, batch.epoch, batch.index))
+
+
+def acknowledged_path(folder: Path, worker: int) -> Path:
+    """Where ``Acknowledged`` writes."""
+    return folder / f"acknowledged-{worker}"
 
 
 def _kind(message: Message) -> str:

@@ -127,6 +127,7 @@ class Launcher:
         self._template = template
         self._current: dict[tuple[str, int], Peer] = {}
         self._supervisors = 0
+        self._died_at = 0
         self._spares_at: dict[Role, float] | None = None
         self._now = 0.0
 
@@ -159,9 +160,14 @@ class Launcher:
         self._keep_spares()
         for peer, code in self._engine.exited():
             if peer.role == "supervisor" and self.view.phase != "stopping":
-                self._supervisors += 1
+                steps = self.status.steps if self.status is not None else 0
+                self._supervisors = self._supervisors + 1 if steps == self._died_at else 1
+                self._died_at = steps
                 if self._supervisors > _MOST_SUPERVISORS:
-                    raise JobFailed(f"the supervisor ended {self._supervisors} times: see its logs")
+                    raise JobFailed(
+                        f"the supervisor ended {self._supervisors} times without a batch in between: see its "
+                        "logs"
+                    )
                 self._engine.start(self._assignment(peer))
                 self.started.append(peer)
             elif self._current.get((peer.role, peer.slot)) == peer:
@@ -212,6 +218,7 @@ class Runner:
         keys: the folder of keys, "" for none.
         kills: processes to kill on the way.
         faults: for workers, by slot: where each incarnation is ended by force (see ``faults``).
+        chaos: the folder through which links are broken (see ``transport.links``), "" for none.
     """
 
     plan: JobPlan
@@ -222,6 +229,7 @@ class Runner:
     keys: str = ""
     kills: Sequence[Kill] = ()
     faults: dict[int, Sequence[str]] = field(default_factory=dict)
+    chaos: str = ""
     kills_left: tuple[Kill, ...] = field(default=(), init=False)
     """Those of ``kills`` whose time had not come when the job ended."""
     happened: list[Happening] = field(default_factory=list)
@@ -260,6 +268,7 @@ class Runner:
             folder=str(self.folder),
             bind=self.bind,
             keys=self.keys,
+            chaos=self.chaos,
         )
         (self.folder / STATE_FILE).unlink(missing_ok=True)  # of a job that was here before
         self.engine.start(template)

@@ -12,9 +12,12 @@ from pathlib import Path
 from holdfast.cluster.keys import load_keys
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.transport.base import Node
+from holdfast.cluster.transport.links import Links
 from holdfast.cluster.transport.zmq import ZmqTransport
 
 TICK_SECONDS = 0.05
+LINKS_FILE = "links"
+"""In the folder of ``holdfast chaos``."""
 
 
 @contextlib.contextmanager
@@ -22,12 +25,17 @@ def open_transport(assignment: Assignment, *, listens: bool = True) -> Iterator[
     """The sockets of a node, connected to its supervisor."""
     keys = load_keys(Path(assignment.keys)) if assignment.keys else None
     bind = assignment.bind if listens else None
-    transport = ZmqTransport(assignment.me, assignment.plan.job, bind, keys)
+    transport = ZmqTransport(assignment.me, assignment.plan.job, bind, keys, links=broken_links(assignment))
     try:
         transport.connect("supervisor", 0, assignment.supervisor)
         yield transport
     finally:
         transport.close()
+
+
+def broken_links(assignment: Assignment) -> Links | None:
+    """The links that are broken on purpose, if somebody does that to this job."""
+    return Links(Path(assignment.chaos) / LINKS_FILE) if assignment.chaos else None
 
 
 def run_node(

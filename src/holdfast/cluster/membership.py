@@ -97,6 +97,8 @@ class _ServerMember(Member):
     recovering: bool = False
     samples_then: int = 0
     """Of the job when it was lost."""
+    recovered: bool = False
+    """Whether it has said that it has all rows: beats may overtake each other, but rows stay."""
     wrong: tuple[int, int] = (0, 0)
     """Parities that did not agree with their members, and how many of those were made anew."""
 
@@ -341,6 +343,7 @@ class Supervisor:
             since = beat.started
             self._change_server(server, endpoint=beat.endpoint, starts=True, since=since)
             server.stage = "started"
+            self._note_recovery(server, now)  # at once: without its rows there must be no cut
         elif server.incarnation == 1:
             if all(_is_ready(s) for s in self.servers):
                 self._begin()
@@ -454,9 +457,11 @@ class Supervisor:
             text = f"took over, but could not recover {redundancy.lost}"
             self._fail(Failure("lost", server.peer, text))
         elif redundancy.rows:
-            server.recovering = True
-        elif server.recovering:
-            server.recovering = False
+            server.recovering = not server.recovered
+        elif not server.recovering:
+            server.recovered = True
+        else:
+            server.recovering, server.recovered = False, True
             server.deaths = 0
             seconds = _since(server.lost_at, now)
             if redundancy.version >= 0:
@@ -559,7 +564,9 @@ class Supervisor:
             self._fail(Failure("error", member.peer, beat.error))
         elif isinstance(member, _WorkerMember) and beat.stuck_on and member.stage == "started":
             # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
-            if all(self.servers[s].stage == "started" for s in beat.stuck_on):
+            if all(self.servers[s].stage == "started" for s in beat.stuck_on) and all(
+                beat.view >= self.view.servers[s].since for s in beat.stuck_on
+            ):
                 self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
         elif member.role == "server" and beat.stuck_on and all(self._is_sound(s) for s in self.servers):
             # Two servers cannot talk to each other: one is replaced, while all others have their rows.
@@ -605,6 +612,7 @@ class Supervisor:
         self._storage.save(self._durable)  # before anybody hears of this incarnation
         if isinstance(member, _ServerMember):
             member.lost_at = now
+            member.recovering = member.recovered = False
             self._recoveries.lose(member.slot, now)
             entry = ServerInView(member.slot, member.incarnation)
             self._change(servers=_with(self.view.servers, entry))

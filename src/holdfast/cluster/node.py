@@ -49,7 +49,9 @@ class Assignment(Struct, frozen=True, kw_only=True):
     keys: str = ""
     """The folder of CURVE keys; "" for none, on loopback only."""
     faults: tuple[str, ...] = ()
-    """Where to end the process by force, for tests and ``--kill``."""
+    """Where to end the process by force (see ``faults``)."""
+    chaos: str = ""
+    """The folder with which ``holdfast chaos`` breaks links and learns what was acknowledged; "" for none."""
 
 
 def main(modules: Mapping[str, str] = MODULES) -> NoReturn:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.cluster.keys import load_keys
-from holdfast.cluster.loop import TICK_SECONDS, flush, memory_bytes
+from holdfast.cluster.loop import TICK_SECONDS, broken_links, flush, memory_bytes
 from holdfast.cluster.membership import Durable, Member, Supervisor
 from holdfast.cluster.messages import Figures, Happening, NodeStatus, Peer, Status
 from holdfast.cluster.node import Assignment
@@ -67,7 +67,7 @@ def run(assignment: Assignment) -> None:
     known = storage.load()
     keys = load_keys(Path(assignment.keys)) if assignment.keys else None
     bind = known.endpoint if known else assignment.supervisor or assignment.bind
-    transport = ZmqTransport(assignment.me, assignment.plan.job, bind, keys)
+    transport = ZmqTransport(assignment.me, assignment.plan.job, bind, keys, links=broken_links(assignment))
     try:
         storage.endpoint = transport.endpoint
         with EventLog(folder) as events:

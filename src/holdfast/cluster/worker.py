@@ -20,7 +20,7 @@ import torch
 from msgspec.structs import replace
 
 from holdfast.cluster.calls import Floats, Spread, empty_spread, spread_by
-from holdfast.cluster.faults import Faults
+from holdfast.cluster.faults import Acknowledged, Faults
 from holdfast.cluster.loop import TICK_SECONDS, memory_bytes, open_transport
 from holdfast.cluster.messages import Evaluation, Figures, Position, Rows, View, WorkerInView
 from holdfast.cluster.model import WorkerModel
@@ -61,13 +61,16 @@ def prepare() -> None:
 class _Talk(threading.Thread):
     """Talks to the others. Whoever touches the machine holds ``lock``."""
 
-    def __init__(self, machine: Worker, transport: ZmqTransport, faults: Faults) -> None:
+    def __init__(
+        self, machine: Worker, transport: ZmqTransport, faults: Faults, acknowledged: Acknowledged
+    ) -> None:
         super().__init__(name="talk", daemon=True)
         self.lock = threading.Condition()
         self.cpu: defaultdict[str, float] = defaultdict(float)
         self._machine = machine
         self._transport = transport
         self._faults = faults
+        self._acknowledged = acknowledged
         self._stopping = False
 
     def run(self) -> None:
@@ -113,6 +116,7 @@ class _Talk(threading.Thread):
         self.cpu[part] += time.thread_time() - started
         if self._machine.applied != before:
             self._faults.reach("pushed", self._machine.applied)
+        self._acknowledged.note(self._machine.sequence, self._machine.batch)
 
     def _measured(self) -> Figures:
         """The machine's figures with what the transport has counted."""
@@ -159,7 +163,8 @@ class WorkerProcess:
         )
         self._machine = Worker(assignment.me, plan, self._first_values)
         self._stream: Stream | None = None
-        self._talk = _Talk(self._machine, transport, self._faults)
+        acknowledged = Acknowledged(assignment.chaos, assignment.me.slot)
+        self._talk = _Talk(self._machine, transport, self._faults, acknowledged)
         self._cpu: defaultdict[str, float] = defaultdict(float)
         self._loss = float("nan")
         self._samples = self._steps = self._bad_test_lines = 0

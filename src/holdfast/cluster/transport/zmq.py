@@ -23,6 +23,7 @@ from holdfast.cluster.keys import Keys
 from holdfast.cluster.messages import Header, Peer, Role, decode, encode
 from holdfast.cluster.transport.address import check_reachable, listen_address
 from holdfast.cluster.transport.base import Envelope, Frame
+from holdfast.cluster.transport.links import Links, Reception
 from holdfast.errors import ConfigError
 
 COPY_BELOW_BYTES: Final = 64 << 10
@@ -103,6 +104,7 @@ class ZmqTransport:
             None for a node that others need not reach by themselves.
         keys: of the job; without them only addresses of this machine are taken.
         limits: of messages.
+        links: which of them are broken on purpose; None: none is.
 
     Attributes:
         endpoint: where it really listens; "" if it does not.
@@ -116,6 +118,7 @@ class ZmqTransport:
         bind: str | None,
         keys: Keys | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
+        links: Links | None = None,
     ) -> None:
         self.me = me
         self.endpoint = ""
@@ -123,6 +126,7 @@ class ZmqTransport:
         self._job = job
         self._keys = keys
         self._limits = limits
+        self._reception = Reception(me, links) if links is not None else None
         # Its own context: ZeroMQ asks one authenticator in each context who may connect.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
@@ -214,6 +218,8 @@ class ZmqTransport:
         are ZeroMQ's own memory, not a copy. The result can be empty before the time is up.
         """
         envelopes: list[Envelope] = []
+        if self._reception is not None:
+            timeout_seconds = self._reception.wait(timeout_seconds)
         for ready, _ in self._poller.poll(max(0, math.ceil(timeout_seconds * 1000))):
             if ready is self._gate:
                 self._answer_gate()
@@ -223,7 +229,7 @@ class ZmqTransport:
                 os.eventfd_read(ready)
             else:
                 self._drain(ready, envelopes)
-        return envelopes
+        return envelopes if self._reception is None else self._reception.hear(envelopes)
 
     def wake(self) -> None:
         """Let the ``poll`` that waits, or else the next, return at once. For any thread, until ``close``."""

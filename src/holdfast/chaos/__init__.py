@@ -1,0 +1,1 @@
+"""Faults on purpose against a real job, and a checker that knows what every row must be."""

@@ -1,0 +1,223 @@
+"""``holdfast chaos``: what to do to which job, and what became of it. ``run_chaos`` is the main path."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from holdfast.chaos.checker import Checker
+from holdfast.chaos.processes import orphans
+from holdfast.chaos.trial import Clock, Hang, Trial
+from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
+from holdfast.cluster.planning import plan_job
+from holdfast.cluster.server import prepare
+from holdfast.cluster.transport.links import MOST_SLOTS
+from holdfast.errors import ConfigError, DataLoss, JobFailed
+from holdfast.options import ErasureCode, NoProtection, Replication, parse_protection
+from holdfast.training.config import Config, load
+from holdfast.training.session import make_folder
+
+TIMING = Timing(beat_seconds=0.1, silent_seconds=2.5, retry_seconds=0.2, stuck_seconds=4.0)
+LANES = LaneOptions(chunk_rows=128, scrub_seconds=1.0)
+"""Recovery takes a second or two, so that something can happen meanwhile."""
+SAVE_SECONDS = 5.0
+PACE_SECONDS = 0.004
+_BATCHES = 1 << 40
+_SEEDS_APART = 1_000_003
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """What to do to which job.
+
+    Args:
+        seed: decides the faults.
+        minutes: how long they happen.
+        servers: processes that hold rows.
+        workers: processes that compute.
+        protect: the code, "K+R" or "replicate", as ``holdfast train --protect`` takes it.
+        atomic: whether a batch counts at all servers or at none.
+        beyond: whether more servers may be taken at once than the code covers.
+        run: the run's folder; by default a new one under ``runs/``.
+    """
+
+    seed: int = 0
+    minutes: float = 1.0
+    servers: int = 4
+    workers: int = 2
+    protect: str = "2+1"
+    atomic: bool = True
+    beyond: bool = False
+    run: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"the seed is {self.seed}: expected 0 or more")
+        if not 0 < self.minutes < math.inf:
+            raise ConfigError(f"minutes are {self.minutes:g}: expected more than 0")
+        for name, count in (("servers", self.servers), ("workers", self.workers)):
+            if not 1 <= count <= MOST_SLOTS:
+                raise ConfigError(f"there are {count} {name}: expected 1 to {MOST_SLOTS}")
+        code = self.code
+        if self.servers < code.k + code.r:
+            raise ConfigError(
+                f"there are {self.servers} servers, but a code of {code.k} + {code.r} needs "
+                f"{code.k + code.r} or more: add servers, or choose a smaller code (--protect)"
+            )
+
+    @property
+    def code(self) -> ErasureCode:
+        """That protects the servers."""
+        protection = parse_protection(self.protect)
+        if isinstance(protection, NoProtection):
+            raise ConfigError("protection is none, but servers are to die: expected a code, such as 2+1")
+        code = protection.as_code() if isinstance(protection, Replication) else protection
+        return msgspec.structs.replace(code, atomic=self.atomic)
+
+    def config(self, store: Path) -> Config:
+        """Of the job."""
+        return load(
+            None,
+            [
+                "model=holdfast.chaos.counting:Counting",
+                "data.build=holdfast.chaos.counting:Numbered",
+                f"data.arguments={{batches: {_BATCHES}, pace_seconds: {PACE_SECONDS}}}",
+                f"checkpoint={{path: '{store}', every_seconds: {SAVE_SECONDS}, keep: 10}}",
+            ],
+            job={
+                "servers": self.servers,
+                "workers": self.workers,
+                "protection": msgspec.to_builtins(self.code),
+            },
+            seed=self.seed,
+        )
+
+
+@dataclass
+class ChaosResult:
+    """What happened, and what became of it."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    recoveries: int = 0
+    """Servers that took over and brought all rows back."""
+    workers_replaced: int = 0
+    supervisors_restarted: int = 0
+    batches: int = 0
+    acknowledged: int = 0
+    """Batches of which workers were told that they count."""
+    updates_checked: int = 0
+    """Updates of rows by those batches; every row was compared with its twin's."""
+    versions_checked: int = 0
+    stripes_checked: int = 0
+    """Parities that servers compared with their members, again and again."""
+    lost: int = 0
+    wrong: int = 0
+    hangs: int = 0
+    orphans: int = 0
+    data_losses: int = 0
+    """That were announced as such when more servers were taken than the code covers."""
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    folder: Path = Path()
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is lost or wrong, nothing hung, and nothing was left behind."""
+        return not (self.problems or self.lost or self.wrong or self.hangs or self.orphans)
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosProgress:
+    """Where things stand."""
+
+    phase: str
+    fraction: float
+    seconds_left: float
+    faults: int
+    recoveries: int
+    batches: int
+    degraded: tuple[int, ...]
+    """Servers that have not brought everything back."""
+
+
+def run_chaos(
+    options: ChaosOptions, on_progress: Callable[[ChaosProgress], None] = lambda progress: None
+) -> ChaosResult:
+    """Do it; afterwards no process is left, whatever happened."""
+    started = time.monotonic()
+    result = ChaosResult(folder=make_folder(options.run))
+    prepare()  # compiles what servers need, once: the first time it takes long
+    clock = Clock(options.minutes * 60)
+    plan = plan_chaos(options, result.folder)
+    checker = Checker(plan)
+    for number in itertools.count():
+        trial = Trial(
+            plan,
+            options.seed + number * _SEEDS_APART,
+            result.folder / f"job-{number + 1}",
+            checker,
+            clock,
+            lambda trial: on_progress(_progress(trial, result, clock, options)),
+            beyond=options.beyond,
+        )
+        if not _run(trial, result) or not clock.left:
+            break
+        plan = plan_chaos(options, result.folder)  # from the last version on, if there is one
+    result.lost, result.wrong, result.versions_checked = checker.lost, checker.wrong, checker.versions
+    result.batches, result.updates_checked = len(checker.batches), checker.updates
+    result.problems += checker.problems
+    left = orphans()
+    result.orphans = len(left)
+    if left:
+        result.problems.append(f"processes were left behind: {', '.join(map(str, left))}")
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def plan_chaos(options: ChaosOptions, folder: Path) -> JobPlan:
+    """Of a job that goes on from the last version in the folder, if there is one."""
+    plan = plan_job(options.config(folder.absolute() / "store"), timing=TIMING, lanes=LANES)
+    return msgspec.structs.replace(plan, most_deaths=1 << 30)  # dying is what they are here for
+
+
+def _run(trial: Trial, result: ChaosResult) -> bool:
+    """Run one job and add it up; whether another one is to go on from what it has saved."""
+    announced = False
+    try:
+        trial.run()
+    except Hang as error:
+        result.hangs += 1
+        trial.problems.append(str(error))
+    except DataLoss:
+        result.data_losses += 1
+        announced = trial.injector.announced
+    except JobFailed as error:
+        trial.problems.append(f"the job failed: {error}")
+    events = trial.events()
+    result.faults += trial.injector.done
+    result.recoveries += events["server_recovered"]
+    result.workers_replaced += events["worker_lost"]
+    result.supervisors_restarted += events["supervisor_started"]
+    result.stripes_checked += trial.stripes_checked
+    result.acknowledged += trial.acknowledged
+    result.problems += trial.problems
+    return announced and not trial.problems
+
+
+def _progress(trial: Trial, result: ChaosResult, clock: Clock, options: ChaosOptions) -> ChaosProgress:
+    return ChaosProgress(
+        phase=trial.phase,
+        fraction=1 - clock.left / (options.minutes * 60),
+        seconds_left=clock.left,
+        faults=result.faults.total() + trial.injector.done.total(),
+        recoveries=result.recoveries + trial.recoveries,
+        batches=trial.status.steps if trial.status is not None else 0,
+        degraded=tuple(sorted(trial.injector.degraded())) if trial.phase != "starting" else (),
+    )
