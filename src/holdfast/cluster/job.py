@@ -89,6 +89,9 @@ class JobResult:
     """Each server that died, and how the job came back."""
     speeds: Speeds | None = None
     """Samples per second before, between and after; None if no server died."""
+    pls: float = 0.0
+    """The portion of lost samples of partial recovery: samples since the last save times the server's share
+    of the rows, summed over all servers that died, of all samples."""
     parities_checked: int = 0
     """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
     parities_wrong: int = 0
@@ -381,6 +384,8 @@ class Runner:
             versions=status.versions,
             save_errors=status.save_errors,
             failures=self.failures(),
+            pls=sum(failure.samples_lost for failure in self.failures())
+            / max(1, status.samples * self.plan.servers),
             parities_checked=sum(node.redundancy.scrubbed for node in status.nodes),
             parities_wrong=sum(node.redundancy.wrong for node in status.nodes),
         )

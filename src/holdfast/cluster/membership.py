@@ -466,6 +466,7 @@ class Supervisor:
             seconds = _since(server.lost_at, now)
             if redundancy.version >= 0:
                 self._note_rollback(server, redundancy.version, redundancy.recovered, now)
+                return
             found = {"compared": redundancy.compared, "unequal": redundancy.unequal}
             said = found if self.plan.compare_recovered else {}
             self._say("server_recovered", server, rows=redundancy.recovered, after_seconds=seconds, **said)
@@ -478,7 +479,7 @@ class Supervisor:
         beats = [s.beat for s in self.servers if s.stage == "started" and s.beat is not None]
         lacking = any(beat.redundancy.rows or beat.redundancy.parities for beat in beats)
         sound = all(self._is_sound(s) for s in self.servers)
-        if self._recoveries.is_restored(sound=sound, lacking=lacking):
+        if self._recoveries.is_restored(sound=sound, lacking=lacking) and not self.plan.partial:
             seconds = _since(self._recoveries.since, now)
             self.events.append(("redundancy_restored", {"after_seconds": seconds}))
 
@@ -586,7 +587,8 @@ class Supervisor:
             return
         covered = (self.plan.r and self.plan.dense != "none") or self.plan.partial
         protected = bool(covered and self._durable.began)
-        protects = {"protected": protected} if member.role == "server" else {}
+        partial = {"partial": True} if self.plan.partial else {}
+        protects = {"protected": protected, **partial} if member.role == "server" else {}
         self._say(f"{member.role}_lost", member, reason=how, step=self.steps(), **protects)
         if isinstance(member, _ServerMember) and not protected:
             self._fail(Failure("server", member.peer, how))

@@ -81,8 +81,10 @@ class Saver(Protocol):
         """A push has updated these rows."""
 
     def cut(self, version: int, *, baseline: bool, whole: bool) -> None:
-        """Copy what a version holds, all rows, those that changed, or of those the ones to save first; they may
-        go on changing then."""
+        """Copy what a version holds, all rows, those that changed, or of those the ones to save first.
+
+        They may go on changing then.
+        """
 
     def settle(self, committed: int, tidied: int) -> None:
         """The newest version that exists, and the newest behind which files were rearranged."""
