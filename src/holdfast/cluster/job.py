@@ -286,6 +286,8 @@ class Runner:
                 launcher.start(Peer("worker", slot, 1))
             launcher.started.clear()
             self.say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
+            if self.plan.partial:
+                self.say("recovery_chosen", recovery=self.plan.partial, reason=self.plan.partial_reason)
             return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
     def _wait_for_supervisor(self) -> str:
