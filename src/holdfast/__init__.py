@@ -40,6 +40,7 @@ from holdfast.options import (
     Full,
     Incremental,
     NoProtection,
+    PartialRecovery,
     Policy,
     Replication,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "NoProtection",
     "NoSuchVersion",
     "ObjectMissing",
+    "PartialRecovery",
     "Policy",
     "QuantizedRows",
     "Reader",

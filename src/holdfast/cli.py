@@ -131,6 +131,10 @@ app.command(
     epilog="Example: holdfast simulate --size 4TB --servers 100 --mtbf 100h --hours 2000h --plot cost.png; "
     "holdfast simulate --paper --plot figure13.png"
 )(cli_planning.simulate)
+app.command(
+    epilog="Example: holdfast emulate --seeds 3; "
+    "holdfast emulate --ways cpr,cpr-mfu --at 20h --at 41h:3 --target-pls 0.05 --json"
+)(cli_planning.emulate)
 
 
 @app.command(

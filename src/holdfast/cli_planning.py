@@ -1,4 +1,4 @@
-"""The commands that reckon: ``plan`` and ``simulate``. As in ``cli``, there is no logic here."""
+"""The commands that reckon: ``plan``, ``simulate`` and ``emulate``. As in ``cli``, there is no logic here."""
 
 from __future__ import annotations
 
@@ -193,3 +193,78 @@ def simulate(
         plots.plot_points(points, plot, "CPR, Figure 13" if paper else "Protections on clusters of any size")
         if not json:
             typer.echo(f"drew {plot}")
+
+
+_FAILURES, _TRAINING = "Failures", "What is trained"
+
+
+def emulate(
+    ways: Annotated[
+        str, typer.Option(metavar="WAY,…", help="Of full, partial, cpr, cpr-scar, cpr-mfu, cpr-ssu.")
+    ] = "full,partial,cpr,cpr-scar,cpr-mfu,cpr-ssu",
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Trainings of each way, with other data and failures.")
+    ] = 1,
+    failures: Annotated[float, _option("How many are expected in the training.", _FAILURES)] = 2.0,
+    distribution: Annotated[
+        str,
+        _option("When: uniform, exponential, gamma=SHAPE, weibull=SHAPE.", _FAILURES, "MODEL"),
+    ] = "uniform",
+    at: Annotated[
+        list[str] | None,
+        _option(
+            "One failure after this time, of a random server or this one. Repeatable.", _FAILURES, "20h:3"
+        ),
+    ] = None,
+    failure_log: Annotated[
+        Path | None, _option("As in a log: lines of 'time,server'.", _FAILURES, "FILE")
+    ] = None,
+    servers_per_failure: Annotated[int, _option("How many go down together.", _FAILURES)] = 1,
+    hours: Annotated[str, _option("How long the training would take.", _CLUSTER, "56h")] = "56h",
+    servers: Annotated[int, _option("Servers that hold the tables.", _CLUSTER)] = 8,
+    save: Annotated[str, _option("Time of a save of everything.", _CLUSTER, "5.65m")] = "0.0942h",
+    load: Annotated[str, _option("Time to read a checkpoint.", _CLUSTER, "2.4m")] = "0.04h",
+    reschedule: Annotated[str, _option("Time to replace a machine.", _CLUSTER, "2.6m")] = "0.044h",
+    target_pls: Annotated[float, _option("Portion of lost samples that cpr aims at.", _WISHES)] = 0.1,
+    fraction: Annotated[
+        float, _option("Of the rows, that prioritised saving saves at a time.", _WISHES)
+    ] = 0.125,
+    shape: Annotated[
+        str, _option("Tables and samples as in Criteo's kaggle or terabyte,", _TRAINING)
+    ] = "terabyte",
+    scale: Annotated[
+        float | None, _option("divided by this; 10,000 for terabyte, 100 for kaggle.", _TRAINING)
+    ] = None,
+    batch_size: Annotated[int | None, _option("Samples of a step.", _TRAINING)] = None,
+    lr: Annotated[float | None, _option("Learning rate of SGD.", _TRAINING)] = None,
+    zipf: Annotated[float | None, _option("How skewed lookups are.", _TRAINING)] = None,
+    test_samples: Annotated[int | None, _option("Samples of the test.", _TRAINING)] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Trainings side by side; as many as cores.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train a small model that loses rows to emulated failures, and compare ways to recover."""
+    from holdfast.policy.units import parse_hours  # noqa: PLC0415
+    from holdfast.policy.view import make_console  # noqa: PLC0415
+    from holdfast.sim import draws, emulation_view, emulator, student, timeline, view  # noqa: PLC0415
+
+    cluster = timeline.EmulatedCluster(
+        hours=parse_hours(hours, "--hours"), failures=failures, servers=servers,
+        servers_per_failure=servers_per_failure, save_hours=parse_hours(save, "--save"),
+        load_hours=parse_hours(load, "--load"), reschedule_hours=parse_hours(reschedule, "--reschedule"),
+        target_pls=target_pls, fraction=fraction,
+    )  # fmt: skip
+    lesson = student.lesson_of(
+        shape, scale=scale, batch_size=batch_size, lr=lr, zipf_exponent=zipf, test_samples=test_samples
+    )
+    chosen = draws.parse_failures(cluster, distribution, at or (), failure_log)
+    with view.progress_bar("training") as on_done:
+        found = emulator.emulate(
+            lesson, cluster, chosen, ways=timeline.parse_ways(ways), seeds=range(seeds),
+            processes=processes, on_done=on_done,
+        )  # fmt: skip
+    if json:
+        typer.echo(emulation_view.emulations_json(found, lesson, cluster))
+    else:
+        emulation_view.show_emulations(found, lesson, cluster, make_console())

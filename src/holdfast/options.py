@@ -164,6 +164,8 @@ class AutoBits:
 
 
 Bits = Literal[2, 3, 4, 8, "auto"] | AutoBits | None
+PriorityName = Literal["mfu", "ssu", "scar"]
+PRIORITIES: tuple[PriorityName, ...] = ("mfu", "ssu", "scar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,12 @@ class Policy:
             most) or 8 (in logarithmic steps: off by 4.4 %, momentum by 9 %). None stores them as they are.
         background_share: how much of a processor's time quantizing, and writing what was quantized, may take
             while training goes on.
+        prioritize: save the rows first that matter most, for partial recovery (CPR): "mfu", those looked up
+            most often since they were saved; "ssu", those seen in a sample of the batches; "scar", those
+            that changed most. ``step()`` then saves a ``fraction`` of the rows of the largest tables after
+            that fraction of the time. **Rows of such a version are of different ages**: each is as it was
+            when it was last saved. A version that ``save()`` makes is whole.
+        fraction: of the rows that are saved at a time by ``prioritize``.
     """
 
     every_steps: int | None = None
@@ -202,6 +210,8 @@ class Policy:
     quantize: Bits | Mapping[str, Bits] = None
     quantize_state: Literal[8, 16] | None = None
     background_share: float = 1.0
+    prioritize: PriorityName | None = None
+    fraction: float = 0.125
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str):
@@ -224,6 +234,12 @@ class Policy:
             raise ConfigError(f"quantize_state is {self.quantize_state!r}: expected 8, 16 or None")
         if not 0 < self.background_share <= 1:
             raise ConfigError(f"background_share is {self.background_share!r}: expected above 0, at most 1")
+        if self.prioritize not in (None, *PRIORITIES):
+            raise ConfigError(f"prioritize is {self.prioritize!r}: expected {', '.join(PRIORITIES)} or None")
+        if self.prioritize is not None and isinstance(self.strategy, Full):
+            raise ConfigError("prioritize saves some of the rows, strategy 'full' all: use another strategy")
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction is {self.fraction!r}: expected above 0, at most 1")
 
     @property
     def keeps_few(self) -> bool:
@@ -314,19 +330,65 @@ class NoProtection(Struct, frozen=True, tag_field="kind", tag="none", forbid_unk
     atomic: bool = False
 
 
-Protection = ErasureCode | Replication | NoProtection
+class PartialRecovery(Struct, frozen=True, tag_field="kind", tag="partial", forbid_unknown_fields=True):
+    """If a server dies, its rows go back to what was last saved of them, and everyone else goes on (CPR).
+
+    What those rows had learned since is lost: a portion of lost samples (PLS) of the samples since, times the
+    server's share of the rows. It costs no memory and nothing while nothing fails, but needs a checkpoint.
+    The network's parameters are taken from a worker. Two servers or more.
+
+    Args:
+        target_pls: the PLS that the whole training may end up with. With ``mtbf_hours`` it says how often to
+            save, unless the checkpoint does.
+        prioritize: which rows are saved first: "mfu" (most used), "ssu" (used lately) or "scar" (changed
+            most); None: all that have changed.
+        fraction: of the rows that are then saved at a time, that much more often.
+        mtbf_hours: how long the job runs between two failures, on average. If it is given, and going back
+            altogether would take less time by CPR's arithmetic, the job does that instead and says so.
+        save_seconds: how long training is held up by a save, …
+        load_seconds: … by reading one, …
+        reschedule_seconds: … and by getting a process in place of the dead one: for that arithmetic.
+        atomic: whether a batch counts at all servers or at none, at the price of a second message.
+    """
+
+    target_pls: float = 0.1
+    prioritize: PriorityName | None = None
+    fraction: float = 0.125
+    mtbf_hours: float | None = None
+    save_seconds: float = 1.0
+    load_seconds: float = 10.0
+    reschedule_seconds: float = 1.0
+    atomic: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target_pls <= 1:
+            raise ConfigError(f"target_pls is {self.target_pls}: expected more than 0, up to 1")
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction is {self.fraction}: expected more than 0, up to 1")
+        if self.prioritize not in (None, *PRIORITIES):
+            raise ConfigError(f"prioritize is {self.prioritize!r}: expected {', '.join(PRIORITIES)} or None")
+        if self.mtbf_hours is not None and not 0 < self.mtbf_hours < math.inf:
+            raise ConfigError(f"mtbf_hours is {self.mtbf_hours}: expected more than 0")
+        for name in ("save_seconds", "load_seconds", "reschedule_seconds"):
+            _at_least(name, getattr(self, name), 0)
+
+
+Protection = ErasureCode | Replication | PartialRecovery | NoProtection
 
 
 def parse_protection(text: str) -> Protection:
-    """Read one that is written "2+1" (k + r), "replicate" or "none"; ConfigError if it is none."""
+    """Read one that is written "2+1" (k + r), "replicate", "partial" or "none"; ConfigError if it is none."""
     if text == "none":
         return NoProtection()
+    if text == "partial":
+        return PartialRecovery()
     if text == "replicate":
         return Replication()
     k, plus, r = text.replace(" ", "").partition("+")
     if not (plus and k.isdecimal() and r.isdecimal()):
         raise ConfigError(
-            f"protection {text!r}: expected K+R, such as 2+1 (two rows share one parity), replicate, or none"
+            f"protection {text!r}: expected K+R, such as 2+1 (two rows share one parity), replicate, "
+            "partial, or none"
         )
     return ErasureCode(int(k), int(r))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from holdfast.cluster.calls import Calls, Spread
-from holdfast.cluster.messages import Commit, Message, Peer, Position, Pushed, ServerInView
-from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.messages import Commit, Install, Message, Peer, Position, Pushed, Rows, ServerInView
+from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.sim.cluster import counting_plan
 
 
@@ -70,3 +71,31 @@ def test_a_push_that_only_some_servers_have_applied_before_is_committed(order: t
     for server in order:
         answer(server, Pushed(2, applied=True))
     assert second.done, "all of them know this one"
+
+
+def test_a_server_that_lost_the_network_gets_what_was_used_last() -> None:
+    plan = replace(counting_plan(servers=1, workers=2, atomic=False), dense="workers")
+    spread = Spread(np.zeros(1, np.uint32), np.array([0, 1]))
+    first, newest = np.zeros((1, 1), np.float32), np.full((1, 1), 7.0, np.float32)
+    calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, first))
+    calls.tick(10.0)
+    calls.adopt([ServerInView(0, 1, "there", starts=True)])
+    call = calls.pull([spread, spread], 10.0)
+
+    def lacks(incarnation: int, now: float) -> list[Frame]:
+        calls.outbox.clear()
+        missing = Rows(call.request, (), not_installed=(1,))
+        calls.receive(Envelope(Peer("server", 0, incarnation), calls.me, missing), now)
+        (frames,) = [e.frames for e in calls.outbox if isinstance(e.message, Install)] or [[]]
+        return list(frames)
+
+    assert lacks(1, 10.0)[1] == first, "the job begins"
+    calls.adopt([ServerInView(0, 2, "elsewhere", starts=True)])
+    assert lacks(2, 10.1) == [], "another worker has newer ones"
+    assert calls.outbox == [], "and is not asked for at once"
+    calls.used = spread, newest
+    assert lacks(2, 10.2)[1] == newest
+    calls.used = None
+    for tenth in range(3, 3 + round(10 * plan.timing.stuck_seconds)):
+        calls.tick(10.0 + tenth / 10)
+    assert lacks(2, 10.3 + plan.timing.stuck_seconds)[1] == first, "nobody has: better than to wait for ever"

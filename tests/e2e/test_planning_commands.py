@@ -79,3 +79,43 @@ def test_figure_13(tmp_path: Path) -> None:
     points = json.loads(done.stdout)
     assert len(points) == 2 * 2 * 2
     assert {point["kind"] for point in points} == {"full-stop", "partial"}
+
+
+SMALL = ["--scale", "1000000", "--batch-size", "64", "--test-samples", "5000", "--processes", "1"]
+
+
+def test_emulated_failures_as_a_table_and_as_json(tmp_path: Path) -> None:
+    done = holdfast(
+        "emulate", *SMALL, "--ways", "full,cpr,cpr-mfu", "--at", "20h", "--at", "41h:3", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "failures of seed 0: 20 h (server" in done.stdout
+    assert "41 h (server 3)" in done.stdout
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert "0.00000" in lines["full"]
+    assert "44.8 h" in lines["cpr-mfu"]
+    assert "partial recovery costs 0.51 % with a save every 44.8 h (PLS 0.1)" in done.stdout
+    done = holdfast("emulate", *SMALL, "--ways", "cpr", "--distribution", "gamma=0.8", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["cluster"]["hours"] == 56
+    assert found["runs"][0]["way"]["name"] == "cpr"
+    assert found["runs"][0]["overhead"] < 0.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ways", "none"], "error: there is no way 'none': there are full, partial"),
+        (["--at", "60h"], "error: a failure after 60 hours: expected 0 to 56\n"),
+        (["--failures", "-1"], "error: failures is -1: expected above 0\n"),
+        (["--hours", "long"], "error: --hours is 'long': expected a time such as 45s"),
+        (["--failure-log", "no.csv"], "error: the failure log no.csv cannot be read"),
+    ],
+)
+def test_emulations_that_cannot_be_meant_are_refused(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = holdfast("emulate", *SMALL, *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)

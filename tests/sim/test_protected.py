@@ -224,23 +224,25 @@ def the_dead_are_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(membership.Supervisor, "_is_whole", lambda self, server: True)
 
 
-GUARDS = (
-    nothing_is_undone,
-    the_most_counts,
-    kept_at_once,
-    lanes_repeat,
-    lanes_have_gaps,
-    values_run_ahead,
-    sums_stand_still,
-    rows_do_not_wait,
-    replacements_forget_pushes,
-    workers_forget_pushes,
-    servers_start_too_early,
-    new_lanes_are_trusted,
-    first_values_come_late,
-    parities_change_too_early,
-    the_dead_are_saved,
-)
+GUARDS = {
+    nothing_is_undone: 12,
+    the_most_counts: 12,
+    kept_at_once: 9,
+    lanes_repeat: 0,
+    lanes_have_gaps: 1,
+    values_run_ahead: 2,
+    sums_stand_still: 9,
+    rows_do_not_wait: 1,
+    replacements_forget_pushes: 0,
+    workers_forget_pushes: 12,
+    servers_start_too_early: 0,
+    new_lanes_are_trusted: 45,
+    first_values_come_late: 0,
+    parities_change_too_early: 0,
+    the_dead_are_saved: 12,
+}
+"""Each with a seed that shows what becomes of a cluster without it; should a change of the schedules move it,
+others are tried."""
 
 
 def die_with_pushes_that_are_not_kept(slot: int, batches: int) -> Cluster:
@@ -284,4 +286,4 @@ def test_a_worker_that_does_not_wait_loses_pushes(monkeypatch: pytest.MonkeyPatc
 def test_every_guard_is_needed(monkeypatch: pytest.MonkeyPatch, take_out: Any) -> None:
     take_out(monkeypatch)
     with np.errstate(all="ignore"):
-        assert first_caught(range(120)) is not None
+        assert first_caught([GUARDS[take_out], *range(120)]) is not None

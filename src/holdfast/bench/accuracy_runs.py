@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -27,6 +24,7 @@ from holdfast.options import Policy
 from holdfast.training.config import OptimizerConfig
 from holdfast.training.metrics import auc
 from holdfast.training.optimizers import build_optimizers
+from holdfast.training.parallel import run_all
 
 Scored: TypeAlias = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Scores and labels of some samples."""
@@ -98,29 +96,7 @@ def codec_digest() -> str:
 
 def results(runs: Sequence[Run], workers: int | None = None) -> Iterator[tuple[Run, Scores]]:
     """Each run with its scores, in the order in which they end."""
-    workers = min(workers or os.cpu_count() or 1, len(runs))
-    if workers <= 1:
-        yield from _here(runs)
-        return
-    # Not by fork: torch's threads do not survive it.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        futures = {pool.submit(train, run): run for run in runs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _here(runs: Sequence[Run]) -> Iterator[tuple[Run, Scores]]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # runs are paired: sums must be taken in the same order
-    try:
-        for run in runs:
-            yield run, train(run)
-    finally:
-        torch.set_num_threads(threads)
+    yield from run_all(train, runs, workers)
 
 
 def train(run: Run) -> Scores:

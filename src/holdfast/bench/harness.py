@@ -31,6 +31,7 @@ BENCHES = {
     "coding": "parities that follow their members: GB/s beside memcpy; how far sums of floats drift",
     "job": "parameter servers and workers against a plain PyTorch loop: samples/s, processor time, bytes",
     "overhead": "erasure codes, copies and checkpoints against no protection: time, memory, load",
+    "partial": "partial recovery with emulated failures: overhead, AUC lost, what tracking costs",
     "quantize": "row codecs beside torch's, fbgemm's and k-means: loss, rows/s, bytes",
     "quantize-accuracy": "AUC lost by restores from quantized checkpoints, by bits and restores",
     "recovery": "a server is killed: how soon training goes on, what it costs, when all is back",
@@ -93,6 +94,30 @@ class Report:
                 }
             )
         )
+
+    def kept_runs(self) -> dict[str, Any]:
+        """What an interrupted run of the same bench left as ``raw["runs"]``, if nothing has changed since.
+
+        Such a run has ``raw["unfinished"]``.
+        """
+        path = self.json_path
+        if path is None or not path.exists():
+            return {}
+        try:
+            found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            now = msgspec.to_builtins(
+                {
+                    "bench": self.bench,
+                    "machine": machine(),
+                    "settings": {"quick": self.quick, **self.settings},
+                }
+            )
+            if not found["raw"].get("unfinished") or any(found[key] != value for key, value in now.items()):
+                return {}
+            runs: dict[str, Any] = found["raw"]["runs"]
+            return runs
+        except (msgspec.DecodeError, KeyError):
+            return {}
 
     def save(self) -> None:
         """Write what there is so far to the file that was asked for, if one was."""

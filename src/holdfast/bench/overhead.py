@@ -90,11 +90,11 @@ def _full_cases() -> tuple[Case, ...]:
         Case(preset, optimizer, sides, rounds)
         for preset in ("kaggle", "terabyte")
         for optimizer in ("momentum", "adagrad")
-        for sides, rounds in ((coded, 15), (others, 5))
+        for sides, rounds in ((coded, 9), (others, 3))
     )
 
 
-FULL = Scale(100_000, 6.0, WORKERS, _full_cases())
+FULL = Scale(100_000, 4.0, WORKERS, _full_cases())
 QUICK = Scale(
     2000,
     0.5,

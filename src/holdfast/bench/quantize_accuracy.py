@@ -24,13 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from holdfast.bench.accuracy_runs import PLAIN, Cell, Run, Scores, Size, codec_digest, results
-from holdfast.bench.harness import Report, Spread, machine
+from holdfast.bench.harness import Report, Spread
 from holdfast.options import AutoBits
 
 RESTORES = (1, 3, 20, 100)
@@ -88,7 +86,7 @@ def measure(report: Report, parts: Sequence[Part], workers: int | None = None) -
     for part in parts:
         settings = asdict(part.size) | {"seeds": len(part.seeds)}
         report.settings.update({part.prefix + name: value for name, value in settings.items()})
-    scores = _kept(report)
+    scores = {name: Scores(*values) for name, values in report.kept_runs().items()}
     report.raw.update(unfinished=True, runs=scores)
     runs = [run for part in parts for run in part.runs()]
     missing = [run for run in runs if run.name not in scores]
@@ -103,25 +101,6 @@ def measure(report: Report, parts: Sequence[Part], workers: int | None = None) -
     for part in parts:
         report_losses(report, part, scores)
     del report.raw["unfinished"]
-
-
-def _kept(report: Report) -> dict[str, Scores]:
-    """Scores that an interrupted run of the same bench left in the JSON, if nothing has changed since."""
-    path = report.json_path
-    if path is None or not path.exists():
-        return {}
-    try:
-        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        now = {
-            "bench": report.bench,
-            "machine": machine(),
-            "settings": {"quick": report.quick, **report.settings},
-        }
-        if not found["raw"].get("unfinished") or any(found[key] != value for key, value in now.items()):
-            return {}
-        return {name: Scores(*values) for name, values in found["raw"]["runs"].items()}
-    except (msgspec.DecodeError, KeyError):
-        return {}
 
 
 def report_losses(report: Report, part: Part, scores: Mapping[str, Scores]) -> None:

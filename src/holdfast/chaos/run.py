@@ -20,7 +20,7 @@ from holdfast.cluster.planning import plan_job
 from holdfast.cluster.server import prepare
 from holdfast.cluster.transport.links import MOST_SLOTS
 from holdfast.errors import ConfigError, DataLoss, JobFailed
-from holdfast.options import ErasureCode, NoProtection, Replication, parse_protection
+from holdfast.options import ErasureCode, NoProtection, PartialRecovery, Replication, parse_protection
 from holdfast.training.config import Config, load
 from holdfast.training.session import make_folder
 
@@ -76,8 +76,11 @@ class ChaosOptions:
     def code(self) -> ErasureCode:
         """That protects the servers."""
         protection = parse_protection(self.protect)
-        if isinstance(protection, NoProtection):
-            raise ConfigError("protection is none, but servers are to die: expected a code, such as 2+1")
+        if isinstance(protection, NoProtection | PartialRecovery):
+            raise ConfigError(
+                f"protection is {self.protect}, but nothing is to be lost when servers die: expected a code, "
+                "such as 2+1"
+            )
         code = protection.as_code() if isinstance(protection, Replication) else protection
         return msgspec.structs.replace(code, atomic=self.atomic)
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.quantize import RowCodec, from_float32
-from holdfast.checkpoint.records import Bytes2D, Field, Group, RowIds, Rows
-from holdfast.errors import CorruptCheckpoint
+from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows
+from holdfast.errors import ConfigError, CorruptCheckpoint
 from holdfast.kernels.rows import (
     FROM_BEHIND,
     FROM_FRONT,
@@ -66,6 +66,20 @@ class LiveTables:
                         raise CorruptCheckpoint(
                             f"table {table.name}: {field.name} is not [rows, bytes] of the group"
                         )
+
+    def weights(self, table: str) -> NDArray[np.float32]:
+        """The live weights of a table, [rows, width]; ConfigError if they are no floats of 32 bits."""
+        for group, tables in zip(self.groups, self._live, strict=True):
+            for one, fields in zip(group.tables, tables, strict=True):
+                if one.name == table:
+                    number, field = next((i, f) for i, f in enumerate(group.fields) if f.name == WEIGHT)
+                    if field.dtype != "F32":
+                        raise ConfigError(
+                            f"the weights of {table} are {field.dtype}: prioritize='scar' takes F32 alone; "
+                            "use 'mfu' or 'ssu'"
+                        )
+                    return fields[number].view(np.float32)
+        raise KeyError(table)
 
     def start_gather(self, wanted: Sequence[RowIds], out: Sequence[Sequence[Bytes2D]]) -> Gather:
         """Begin to copy rows (of each group, ids ascending) to ``out`` (of each group, of each field).

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.priority import Priority
 from holdfast.checkpoint.records import Group, RowIds
 from holdfast.kernels.rows import count_marked, mark_rows, marked_rows, unmark_rows
 
@@ -60,12 +61,17 @@ class Tracker:
     The calls: ``mark`` as training goes on; ``take`` at a snapshot, which starts a new generation and
     keeps the old one; then ``settle`` when the snapshot is durable, or ``give_back`` when it failed. Between
     those, rows may be marked in both generations: that is what makes the next version whole.
+
+    Args:
+        groups: the tables.
+        priorities: of tables of which not all changed rows need be saved at once, by name.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], priorities: Mapping[str, Priority] | None = None) -> None:
         self.groups = tuple(groups)
         self._places = {t.name: (g, t.first, t.rows) for g, group in enumerate(groups) for t in group.tables}
         self._changed = [RowSet(group.rows) for group in groups]
+        self._priorities = dict(priorities or {})
         self._spaces = [np.empty(1024, np.int64) for _ in groups]
         self._taken: list[RowIds] | None = None
 
@@ -73,14 +79,21 @@ class Tracker:
         """These rows of a table change."""
         group, first, rows = self._places[table]
         self._changed[group].add(ids, first, rows)
+        if table in self._priorities:
+            self._priorities[table].touched(ids)
 
     def mark_table(self, table: str) -> None:
         """Any row of the table may have changed."""
         group, first, rows = self._places[table]
         self._changed[group].add_range(first, rows)
+        if table in self._priorities:
+            self._priorities[table].touched(np.arange(rows, dtype=np.int64))
 
-    def take(self) -> list[RowIds]:
-        """The changed rows of each group; what is marked from now on belongs to the next snapshot."""
+    def take(self, *, whole: bool = True) -> list[RowIds]:
+        """The changed rows of each group; what is marked from now on belongs to the next snapshot.
+
+        Not ``whole``: of tables that have priorities, those that come first. The others stay marked.
+        """
         if self._taken is not None:
             raise RuntimeError("the last snapshot has neither been settled nor given back")
         self._taken = [
@@ -90,7 +103,29 @@ class Tracker:
         for number, ids in enumerate(self._taken):
             if not 0.125 * len(self._spaces[number]) <= len(ids) + 1024 <= len(self._spaces[number]):
                 self._spaces[number] = np.empty(len(ids) + len(ids) // 4 + 1024, np.int64)
+        if self._priorities and not whole:
+            self._taken = [self._first_of(number, ids) for number, ids in enumerate(self._taken)]
+        for table, priority in self._priorities.items():
+            priority.saved(self._taken_of(table))
         return self._taken
+
+    def _first_of(self, number: int, ids: RowIds) -> RowIds:
+        now = np.ones(len(ids), bool)
+        for table in self.groups[number].tables:
+            if table.name in self._priorities:
+                begin, end = np.searchsorted(ids, [table.first, table.first + table.rows])
+                chosen = self._priorities[table.name].choose() + table.first
+                now[begin:end] = np.isin(ids[begin:end], chosen, assume_unique=True)
+        self._changed[number].add(ids[~now])
+        return ids[now]
+
+    def _taken_of(self, table: str) -> RowIds:
+        """The rows of a table that were taken, by their numbers in it."""
+        assert self._taken is not None
+        group, first, rows = self._places[table]
+        ids = self._taken[group]
+        begin, end = np.searchsorted(ids, [first, first + rows])
+        return ids[begin:end] - first
 
     def settle(self) -> None:
         """The last snapshot is durable."""
@@ -99,6 +134,8 @@ class Tracker:
     def give_back(self) -> None:
         """The last snapshot was not saved: its rows count as changed again."""
         if self._taken is not None:
+            for table, priority in self._priorities.items():
+                priority.failed(self._taken_of(table))
             for changed, ids in zip(self._changed, self._taken, strict=True):
                 changed.add(ids)
             self._taken = None

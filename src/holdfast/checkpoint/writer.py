@@ -16,9 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.checkpoint.background import Background
 from holdfast.checkpoint.catalog import Catalog
@@ -26,6 +28,7 @@ from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.encoding import Encoder
 from holdfast.checkpoint.live import Gather, LiveTables
 from holdfast.checkpoint.manifest import DenseEntry, Era, Version
+from holdfast.checkpoint.priority import Priority, large_tables, make_priority
 from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
@@ -125,10 +128,26 @@ class Writer:
             self._thread.wait()
             self.collect()
             self._groups = tables.groups
-            self.tracker = Tracker(tables.groups)
+            self._tables = tables
+            self.tracker = Tracker(tables.groups, self._priorities())
             self._arena = [[] for _ in tables.groups]
             self.begin_anew()
         self._tables = tables
+
+    def _priorities(self) -> dict[str, Priority]:
+        """One for each of the largest tables, if not all that changes is to be saved at once."""
+        policy = self.policy
+        if policy.prioritize is None:
+            return {}
+        tables = [(t, g.record_bytes) for g in self._groups for t in g.tables]
+        largest = large_tables([table.rows * record for table, record in tables])
+        return {
+            name: make_priority(policy.prioritize, rows, policy.fraction, partial(self._weights, name))
+            for name, rows in ((tables[i][0].name, tables[i][0].rows) for i in largest)
+        }
+
+    def _weights(self, table: str) -> NDArray[np.float32]:
+        return self._tables.weights(table)
 
     def begin_anew(self) -> None:
         """Let the next version hold everything: the marks do not tell what is new in the tables."""
@@ -177,20 +196,27 @@ class Writer:
         return True
 
     def save(
-        self, step: int, capture_dense: CaptureDense, metadata: dict[str, Any], look: Look | None = None
+        self,
+        step: int,
+        capture_dense: CaptureDense,
+        metadata: dict[str, Any],
+        look: Look | None = None,
+        *,
+        whole: bool = True,
     ) -> int:
         """Save a version and return its number as soon as its snapshot is taken.
 
         ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
         called in the background for the buffers to be written. ``look`` says which tables there are now;
-        without it they are the ones of ``bind``. Waits for the save that is under way; ask ``skips`` before.
+        without it they are the ones of ``bind``. Not ``whole``: rows that do not come first by the policy's
+        ``prioritize`` are left for later. Waits for the save that is under way; ask ``skips`` before.
         """
         called = time.perf_counter()
         self._saved_wait()
         self.collect()
         started = time.perf_counter()
         try:
-            baseline, rows, dense = self._snapshot(capture_dense, look)
+            baseline, rows, dense = self._snapshot(capture_dense, look, whole)
         except BaseException:
             self.tracker.give_back()
             raise
@@ -259,12 +285,12 @@ class Writer:
         return self._baselines.due(self._full_bytes(), self._shard.live_bytes())
 
     def _snapshot(
-        self, capture_dense: CaptureDense, look: Look | None
+        self, capture_dense: CaptureDense, look: Look | None, whole: bool
     ) -> tuple[bool, list[Rows], Callable[[], Sequence[Any]]]:
         """Copies of what the version holds, and nothing else: training waits for this."""
         # To look at every tensor takes as long as to copy many rows. As a rule nothing has changed: copying
         # starts at once, from where the rows were the last time, and is done again if that was wrong.
-        copying = self._start_copying() if self._nothing_unseen or look is None else None
+        copying = self._start_copying(whole) if self._nothing_unseen or look is None else None
         try:
             if look is not None:
                 tables, unseen = look()
@@ -277,7 +303,7 @@ class Writer:
                     self.bind(tables)
                     for table in unseen:
                         self.tracker.mark_table(table)
-                    copying = self._start_copying()
+                    copying = self._start_copying(whole)
             dense = capture_dense()
         finally:
             if copying is not None:
@@ -285,9 +311,9 @@ class Writer:
         assert copying is not None
         return copying.baseline, copying.rows, dense
 
-    def _start_copying(self) -> _Copying:
+    def _start_copying(self, whole: bool) -> _Copying:
         baseline = self._baseline_is_due()
-        wanted = self.tracker.take()
+        wanted = self.tracker.take(whole=whole or baseline)
         if baseline:
             wanted = [np.arange(g.rows, dtype=np.int64) for g in self._groups]
             self._since_baseline = [RowSet(g.rows) for g in self._groups]

@@ -124,6 +124,8 @@ class Calls:
         self.kept_sequence = 0
         """The last push that all servers keep, whatever fails that the code covers, and its batch."""
         self.kept_batch: Position = START
+        self.used: tuple[Spread, Floats] | None = None
+        """The rows of the last group that were computed with last: a server that lost them takes these."""
         self._plan = plan
         self._first_values = first_values
         self._servers: dict[int, ServerInView] = {}
@@ -273,6 +275,10 @@ class Calls:
                     waiting[server] = min(question.asked, waiting.get(server, question.asked))
         return waiting
 
+    def _waits(self, server: int) -> float:
+        """How long this worker has waited for a server."""
+        return self._now - self.waiting_since().get(server, self._now)
+
     def _open(self) -> list[Call]:
         return [*self._pulls.values(), *(call for call in self._pushes if not call.done)]
 
@@ -292,8 +298,8 @@ class Calls:
         if call is None or server not in call.questions:
             return
         if message.not_installed:
-            self._install(server, message.not_installed)
-            self._send(server, call.questions[server])
+            if self._install(server, message.not_installed):
+                self._send(server, call.questions[server])
             return
         question = call.questions[server].message
         assert isinstance(question, Pull)
@@ -308,15 +314,21 @@ class Calls:
         if call.done:
             del self._pulls[message.request]
 
-    def _install(self, server: int, groups: Sequence[int]) -> None:
+    def _install(self, server: int, groups: Sequence[int]) -> bool:
+        """Send first values of groups to a server; False: it is for another worker to do so."""
+        lost = self._plan.dense == "workers" and self._servers[server].incarnation > 1
+        if lost and self.used is None and self._waits(server) < self._plan.timing.stuck_seconds / 2:
+            return False  # another has newer ones
         parts: list[Part] = []
         frames: list[Frame] = []
         for group in groups:
-            spread, values = self._first_values(group)
+            used = self.used if lost and group == len(self._plan.groups) - 1 else None
+            spread, values = used or self._first_values(group)
             here = spread.at(server)
             parts.append(Part(group, here.stop - here.start))
             frames += [spread.places[here], values[here]]
         self._post(server, Install(tuple(parts)), frames)
+        return True
 
     def _take_pushed(self, server: int, message: Pushed, frames: Sequence[Frame]) -> None:
         call = self._numbered(message.sequence)

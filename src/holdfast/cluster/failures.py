@@ -36,6 +36,10 @@ class ServerFailure:
     """… and how many were not the same to the bit."""
     whole_seconds: float | None = None
     """Until all servers had all rows and parities, so that more could die."""
+    version: int | None = None
+    """The version that its rows went back to, of partial recovery (0: to their first values), …"""
+    samples_lost: int = 0
+    """… and how many samples had been trained on since: what they taught its rows is lost."""
 
 
 class Failures:
@@ -67,6 +71,9 @@ class Failures:
                 self._add(figures, "resumed_seconds", at)
             case "server_recovered":
                 some = {key: figures[key] for key in ("rows", "compared", "unequal") if key in figures}
+                self._add(figures, "recovered_seconds", at, **some)
+            case "server_rolled_back":
+                some = {key: figures[key] for key in ("rows", "version", "samples_lost")}
                 self._add(figures, "recovered_seconds", at, **some)
             case "redundancy_restored":
                 for found in self._found:

@@ -89,6 +89,9 @@ class JobResult:
     """Each server that died, and how the job came back."""
     speeds: Speeds | None = None
     """Samples per second before, between and after; None if no server died."""
+    pls: float = 0.0
+    """The portion of lost samples of partial recovery: samples since the last save times the server's share
+    of the rows, summed over all servers that died, of all samples."""
     parities_checked: int = 0
     """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
     parities_wrong: int = 0
@@ -283,6 +286,8 @@ class Runner:
                 launcher.start(Peer("worker", slot, 1))
             launcher.started.clear()
             self.say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
+            if self.plan.partial:
+                self.say("recovery_chosen", recovery=self.plan.partial, reason=self.plan.partial_reason)
             return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
     def _wait_for_supervisor(self) -> str:
@@ -381,6 +386,8 @@ class Runner:
             versions=status.versions,
             save_errors=status.save_errors,
             failures=self.failures(),
+            pls=sum(failure.samples_lost for failure in self.failures())
+            / max(1, status.samples * self.plan.servers),
             parities_checked=sum(node.redundancy.scrubbed for node in status.nodes),
             parities_wrong=sum(node.redundancy.wrong for node in status.nodes),
         )

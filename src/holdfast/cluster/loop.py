@@ -46,7 +46,6 @@ def run_node(
 ) -> None:
     """Run a machine until the condition holds; ``prepare`` is called before something is sent."""
     # What was loaded and compiled stays: to look through it again and again was a tenth of a server's time.
-    gc.collect()
     gc.freeze()
     next_tick = 0.0
     while not until():

@@ -24,6 +24,7 @@ from holdfast.cluster.messages import (
     Beat,
     Evaluation,
     Exit,
+    Instant,
     Message,
     Peer,
     Position,
@@ -94,6 +95,8 @@ class _ServerMember(Member):
     lost_at: float | None = None
     """When this supervisor asked for the incarnation; None: one before it did, and it may have started."""
     recovering: bool = False
+    samples_then: int = 0
+    """Of the job when it was lost."""
     recovered: bool = False
     """Whether it has said that it has all rows: beats may overtake each other, but rows stay."""
     wrong: tuple[int, int] = (0, 0)
@@ -177,6 +180,8 @@ class Supervisor:
         """Cuts that all servers have copied; whoever saves takes them out."""
         self.tests: list[Evaluation] = []
         self.finished = False
+        self.samples_of: dict[int, int] = {}
+        """Samples that are in versions that this supervisor made."""
         self._storage = storage
         self._test_every = test_every
         self._keeper = keeper
@@ -203,6 +208,7 @@ class Supervisor:
         self._first = self.view.number
         self._steps = [0] * plan.workers
         self._recoveries = Recoveries()
+        self._samples_lost = 0
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
@@ -249,17 +255,17 @@ class Supervisor:
                 self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
         self.advance(now)
 
-    def request_cut(self, version: int, *, baseline: bool = True) -> None:
+    def request_cut(self, version: int, *, baseline: bool = True, whole: bool = True) -> None:
         """Make a consistent cut of all rows for this version: workers hold, servers copy, workers go on.
 
         ``version`` must be beyond all that any server has heard of; ask ``may_cut`` before.
         """
         assert self.cut is None
         if self.view.phase == "running":
-            self._change(phase="holding", baseline=baseline)
+            self._change(phase="holding", baseline=baseline, whole=whole)
             self.cut = Cut(version, self.view.number)
         elif self.view.phase == "ending":  # they finish their batch anyway, and do not go on
-            self._change(baseline=baseline)
+            self._change(baseline=baseline, whole=whole)
             self.cut = Cut(version, self.view.number)
 
     def may_cut(self) -> bool:
@@ -380,6 +386,9 @@ class Supervisor:
 
     def _settle_server(self, server: _ServerMember) -> None:
         """Decide how much of a dead server's work counts: what all of its parity servers have."""
+        if self.plan.partial:
+            self._settle_partially(server)
+            return
         states = [
             state
             for other in self.servers
@@ -400,6 +409,42 @@ class Supervisor:
         server.stage = "settling"
         server.since_view = self.view.number
 
+    def _settle_partially(self, server: _ServerMember) -> None:
+        """A dead server's rows go back to what was saved; workers go on from where all others stand.
+
+        A worker sends a push only when all servers have applied the one before. So what the others have in
+        common is that push, which is new to the replacement, or the one before it.
+        """
+        others = [other.marks for other in self.servers if other is not server and other.marks]
+        if not others:
+            self._fail(Failure("lost", server.peer, "and all other servers"))
+            return
+        marks = tuple(min(of_one, key=lambda mark: mark.sequence) for of_one in zip(*others, strict=True))
+        server.samples_then = self.samples()
+        self._change_server(server, cut=Instant(0, marks))
+        server.stage = "settling"
+        server.since_view = self.view.number
+
+    def _note_rollback(self, server: _ServerMember, version: int, rows: int, now: float) -> None:
+        """Say what was lost when a server's rows went back to a version."""
+        resume = self.plan.resume
+        known = self.samples_of | ({resume.version: resume.samples} if resume else {})
+        lost = max(0, server.samples_then - known.get(version, 0))
+        self._samples_lost += lost
+        done = self._done()
+        pls = done and self._samples_lost * done / self.samples() / self.plan.servers
+        self._say(
+            "server_rolled_back", server, version=version, rows=rows, samples_lost=lost, pls=pls,
+            after_seconds=_since(server.lost_at, now),
+        )  # fmt: skip
+
+    def _done(self) -> float | None:
+        """How much of the whole run is done, by what workers say; None: they do not know."""
+        steps = self.plan.training.get("max_steps")
+        parts = [w.beat.figures.progress for w in self.workers if w.beat is not None]
+        done = max(parts, default=0.0)
+        return max(done, self.steps() / steps if steps else 0.0) or None
+
     def _note_recovery(self, server: _ServerMember, now: float) -> None:
         beat = server.beat
         if beat is None or not beat.started.epoch:
@@ -419,6 +464,9 @@ class Supervisor:
             server.recovering, server.recovered = False, True
             server.deaths = 0
             seconds = _since(server.lost_at, now)
+            if redundancy.version >= 0:
+                self._note_rollback(server, redundancy.version, redundancy.recovered, now)
+                return
             found = {"compared": redundancy.compared, "unequal": redundancy.unequal}
             said = found if self.plan.compare_recovered else {}
             self._say("server_recovered", server, rows=redundancy.recovered, after_seconds=seconds, **said)
@@ -431,7 +479,7 @@ class Supervisor:
         beats = [s.beat for s in self.servers if s.stage == "started" and s.beat is not None]
         lacking = any(beat.redundancy.rows or beat.redundancy.parities for beat in beats)
         sound = all(self._is_sound(s) for s in self.servers)
-        if self._recoveries.is_restored(sound=sound, lacking=lacking):
+        if self._recoveries.is_restored(sound=sound, lacking=lacking) and not self.plan.partial:
             seconds = _since(self._recoveries.since, now)
             self.events.append(("redundancy_restored", {"after_seconds": seconds}))
 
@@ -468,6 +516,7 @@ class Supervisor:
         elif all(s.stage == "started" and s.beat and s.beat.cut >= cut.version for s in self.servers):
             # Nobody has gone on yet, so these beats say what is in the cut.
             cut.steps, cut.samples = self.steps(), self.samples()
+            self.samples_of[cut.version] = cut.samples
             self.cut = None
             self.cuts_made.append(cut)
             if self.view.phase == "holding":
@@ -536,11 +585,16 @@ class Supervisor:
         """A node no longer counts: it is replaced, or the job ends."""
         if self.view.phase == "stopping":
             return
-        protected = bool(self.plan.r and self.plan.dense != "none" and self._durable.began)
-        protects = {"protected": protected} if member.role == "server" else {}
+        covered = (self.plan.r and self.plan.dense != "none") or self.plan.partial
+        protected = bool(covered and self._durable.began)
+        partial = {"partial": True} if self.plan.partial else {}
+        protects = {"protected": protected, **partial} if member.role == "server" else {}
         self._say(f"{member.role}_lost", member, reason=how, step=self.steps(), **protects)
         if isinstance(member, _ServerMember) and not protected:
             self._fail(Failure("server", member.peer, how))
+            return
+        if isinstance(member, _ServerMember) and self.plan.partial == "full":
+            self._fail(Failure("lost", member.peer, how))
             return
         if isinstance(member, _WorkerMember):
             sequence = self._sequence(member)

@@ -273,6 +273,8 @@ class Redundancy(Struct, frozen=True, array_like=True):
     compared: int = 0
     """Rows that were compared with the dead server's memory (see ``witness``), and those that differ."""
     unequal: int = 0
+    version: int = -1
+    """The version that its rows went back to, of partial recovery; 0: to first values; -1: they did not."""
 
 
 class Figures(Struct, frozen=True, array_like=True):
@@ -403,7 +405,9 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     cut: int = 0
     """The version that servers are to copy; a new one is set only while all workers hold."""
     baseline: bool = False
-    """Whether that version is to hold all rows."""
+    """Whether that version is to hold all rows, …"""
+    whole: bool = True
+    """… or all that have changed, not those alone that are to be saved first."""
     committed: int = 0
     """The newest version that exists: what was marked as changed for it need not be saved again."""
     tidied: int = 0

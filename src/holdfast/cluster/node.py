@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import select
@@ -62,6 +63,7 @@ def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
     """
     code = 1
     try:
+        gc.disable()  # while modules are loaded, which stay
         faulthandler.enable()
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # killed: nothing is flushed
         role = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -73,6 +75,8 @@ def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
         run, prepare = module.run, getattr(module, "prepare", None)
         if prepare is not None and not _is_told():
             prepare()  # a spare: what would cost its first seconds is done while it waits
+        gc.freeze()
+        gc.enable()
         line = _read_line()
         if line:
             threading.Thread(target=_watch_stdin, name="stdin", daemon=True).start()

@@ -104,6 +104,11 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     """What becomes of the network's rows if servers are protected: as many copies as rows of tables have
     parities, or what a worker used last, or nothing."""
     lanes: LaneOptions = LaneOptions()
+    partial: Literal["", "partial", "full"] = ""
+    """What becomes of the tables' rows if nothing protects them in memory: "partial" puts a dead server's
+    back to what was last saved, "full" those of all servers; otherwise the job ends."""
+    partial_reason: str = ""
+    """Why it is the one or the other."""
     compare_recovered: bool = False
     """Whether what is recovered is compared with what the dead server's memory held (see ``witness``)."""
     atomic: bool = False

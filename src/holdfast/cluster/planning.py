@@ -13,11 +13,15 @@ from holdfast.cluster.model import plan_groups
 from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
 from holdfast.cluster.resuming import find_resume
 from holdfast.cluster.template import plan_saving
+from holdfast.errors import ConfigError
 from holdfast.models.recommender import table_dims
+from holdfast.options import PartialRecovery
+from holdfast.policy.pls import Decision, decide_recovery
 from holdfast.tables.plan import OptimizerPlan
 from holdfast.training.config import Config
 from holdfast.training.networks import build_network
 from holdfast.training.readers import build_readers
+from holdfast.training.saving import CheckpointConfig
 
 
 def plan_job(
@@ -47,6 +51,17 @@ def plan_job(
                 chunk_rows=code.chunk_rows, share=code.recovery_share, scrub_seconds=code.scrub_seconds
             ),
         }
+    partial = job.protection if isinstance(job.protection, PartialRecovery) else None
+    checkpoint = config.checkpoint
+    if partial is not None:
+        decision = _decide(partial, job.servers)
+        kind = "partial" if decision is None or decision.partial else "full"
+        protected = {
+            "dense": "workers",
+            "partial": kind,
+            "partial_reason": decision.reason if decision else "job.protection.mtbf_hours is not given",
+        }
+        checkpoint = _saving_of(partial, checkpoint, decision)
     torch.manual_seed(config.seed)
     reader, _ = build_readers(config)
     network = build_network(config, reader)
@@ -54,7 +69,6 @@ def plan_job(
     chosen = config.optimizer
     optimizer = OptimizerPlan(name=chosen.name, lr=chosen.rate, eps=chosen.eps, momentum=chosen.momentum)
     groups = plan_groups(network, rows, table_dims(network, len(rows)), optimizer, optimizer)
-    checkpoint = config.checkpoint
     saving = None
     if checkpoint is not None:
         if "://" not in checkpoint.path:  # processes may run in other folders
@@ -74,3 +88,38 @@ def plan_job(
         training=msgspec.to_builtins(config),
     )
     return plan if saving is None else msgspec.structs.replace(plan, resume=find_resume(plan))
+
+
+def _decide(partial: PartialRecovery, servers: int) -> Decision | None:
+    """Whether partial recovery pays; None where nothing is known of failures."""
+    if partial.mtbf_hours is None:
+        return None
+    return decide_recovery(
+        target_pls=partial.target_pls,
+        servers=servers,
+        mtbf_hours=partial.mtbf_hours,
+        save_hours=partial.save_seconds / 3600,
+        load_hours=partial.load_seconds / 3600,
+        reschedule_hours=partial.reschedule_seconds / 3600,
+        partial_load_hours=partial.load_seconds / 3600 / servers,
+    )
+
+
+def _saving_of(
+    partial: PartialRecovery, checkpoint: CheckpointConfig | None, decision: Decision | None
+) -> CheckpointConfig:
+    """How rows are saved that may have to go back: as the checkpoint says, or as often as the target asks."""
+    if checkpoint is None:
+        raise ConfigError(
+            "job.protection is partial, but there is no checkpoint that rows could go back to: set "
+            "checkpoint.path"
+        )
+    changes: dict[str, Any] = {"prioritize": partial.prioritize, "fraction": partial.fraction}
+    if checkpoint.every_steps is None and checkpoint.every_seconds is None:
+        if decision is None:
+            raise ConfigError(
+                "nothing says how often to save: set job.protection.mtbf_hours (target_pls then says it), "
+                "checkpoint.every_steps or checkpoint.every_seconds"
+            )
+        changes["every_seconds"] = decision.interval_hours * 3600
+    return msgspec.structs.replace(checkpoint, **changes)

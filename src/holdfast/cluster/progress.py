@@ -252,6 +252,15 @@ def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
     who = f"server {figures.get('slot')}"
     text = None
     match event:
+        case "server_lost" if figures["protected"] and figures.get("partial"):
+            text = f"{who} {figures['reason']}: its rows go back to what was last saved, all others go on"
+        case "recovery_chosen" if figures["recovery"] == "full":
+            text = f"if a server dies, the whole job goes back: {figures['reason']}"
+        case "server_rolled_back":
+            to = f"version {figures['version']:,}" if figures["version"] else "their first values"
+            text = f"{figures['rows']:,} rows of {who} went back to {to}"
+            if figures["pls"] is not None:
+                text += f"; portion of lost samples so far {figures['pls']:.4f}"
         case "server_lost" if figures["protected"]:  # otherwise the error says it
             text = f"{who} {figures['reason']}: its rows are recovered while training goes on"
         case "training_resumed":

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from holdfast.cluster.stored import check_fit, encoder_of, job_state, network_re
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, StoreError
 from holdfast.options import Full
 from holdfast.tables.shard import GroupShard
+
+log = logging.getLogger("holdfast.checkpoint")
 
 
 def open_saving(plan: JobPlan, *, create: bool = True) -> Store:
@@ -99,7 +102,8 @@ def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, vers
     with open_version(store, version) as reader:
         tree = read_tree(reader)
         check_fit(plan, reader.groups, tree)
-        if plan.resume is not None and plan.resume.same_servers:
+        own = reader.version.metadata.get("job") == plan.job
+        if own or (plan.resume is not None and plan.resume.same_servers):
             reader.files = [f for f in reader.files if f.entry.shard == shards[0].server]
         reader.read_rows(lambda group, rows: _put(shards[group], rows))
         network = network_records(plan, tree)
@@ -108,6 +112,27 @@ def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, vers
         for shard in shards:
             shard.installed = True
         return reader.version
+
+
+def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> int:
+    """Put a server's rows back to what was last saved of them: the version that was; 0: their first values.
+
+    Versions that are damaged are passed over. What is passed over, and why, goes to the server's log.
+    """
+    for version in reversed(read_newest(store).versions):
+        if version.metadata.get("job") != plan.job and (
+            plan.resume is None or version.version > plan.resume.version
+        ):
+            continue  # of another job's that has begun since
+        try:
+            restore_rows(plan, shards, store, version.version)
+            return version.version
+        except (CorruptCheckpoint, NoSuchVersion) as error:
+            log.warning("version %d is passed over: %s", version.version, error)
+    for shard in shards:
+        shard.records[:] = 0
+        shard.fill()
+    return 0
 
 
 def _put(shard: GroupShard, rows: Rows) -> None:

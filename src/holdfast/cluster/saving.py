@@ -26,6 +26,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.tracker import RowSet
 from holdfast.cluster.messages import Saved
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.ranking import rankings
 from holdfast.cluster.stored import encoder_of, saving_of, table_groups
 from holdfast.cluster.transport.base import Frame
 from holdfast.errors import CorruptCheckpoint, HoldfastError
@@ -71,6 +72,7 @@ class _Save:
 
     version: int
     baseline: bool
+    whole: bool
     in_doubt: bool
     """Whether the shard must be read again from the manifest."""
     taken: list[NDArray[np.int64]]
@@ -117,6 +119,12 @@ class ShardSaver:
         self._shard: Shard | None = None
         self._save: _Save | None = None
         self._since_baseline = [RowSet(group.rows) for group in table_groups(plan)]
+        self._rankings = rankings(self._shards[: self._tables], policy.prioritize, policy.fraction)
+
+    def touched(self, group: int, places: NDArray[np.uint32]) -> None:
+        """A push has updated these rows."""
+        if group < len(self._rankings):
+            self._rankings[group].touched(places)
 
     def resume(self, version: Version) -> None:
         """All rows have just been restored from this version, and the next one may build on it."""
@@ -128,12 +136,13 @@ class ShardSaver:
                 if group < len(self._since_baseline):
                     self._since_baseline[group].add(ids)
 
-    def cut(self, version: int, *, baseline: bool) -> None:
+    def cut(self, version: int, *, baseline: bool, whole: bool = True) -> None:
         """Copy what a version holds: rows may change as soon as this returns.
 
-        A cut that came to nothing is over: its rows are in this one.
+        Without ``whole``, of the rows that have changed those are left out that can wait. A cut that came to
+        nothing is over: its rows are in this one.
         """
-        save = _Save(version, baseline, in_doubt=self._give_up(), taken=[])
+        save = _Save(version, baseline, whole, in_doubt=self._give_up(), taken=[])
         try:
             self._copy(save)
         except Exception as error:  # for want of memory, say: the server must go on
@@ -198,6 +207,8 @@ class ShardSaver:
             return False
         for shard, rows in zip(self._shards, save.taken, strict=False):
             shard.mark(rows)
+        for ranking, rows in zip(self._rankings, save.taken, strict=False):
+            ranking.failed(rows)
         tidying = save.tidy_asked and not (save.tidied and save.tidy is None)
         return not save.error and (not save.committed or tidying)
 
@@ -206,6 +217,12 @@ class ShardSaver:
         for shard in self._shards:
             save.taken.append(shard.take_marks())
         try:
+            for number, ranking in enumerate(self._rankings):
+                if not save.whole:
+                    chosen = ranking.chosen(save.taken[number])
+                    self._shards[number].mark(save.taken[number][~chosen])
+                    save.taken[number] = save.taken[number][chosen]
+                ranking.saved(save.taken[number])
             for number, shard in enumerate(self._shards[: self._tables]):
                 rows = self._wanted(number, shard, save)
                 places = self._placements[number].place(rows)

@@ -56,7 +56,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
 from holdfast.cluster.rebuilding import Rebuilding
 from holdfast.cluster.recovery import Recovery
-from holdfast.cluster.resuming import open_saving, restore_rows
+from holdfast.cluster.resuming import open_saving, restore_rows, roll_back
 from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
@@ -77,8 +77,14 @@ _prepared = False
 class Saver(Protocol):
     """Saves a server's rows behind its back (see ``saving.ShardSaver``)."""
 
-    def cut(self, version: int, *, baseline: bool) -> None:
-        """Copy what a version holds, all rows or those that changed: they may go on changing then."""
+    def touched(self, group: int, places: NDArray[np.uint32]) -> None:
+        """A push has updated these rows."""
+
+    def cut(self, version: int, *, baseline: bool, whole: bool) -> None:
+        """Copy what a version holds, all rows, those that changed, or of those the ones to save first.
+
+        They may go on changing then.
+        """
 
     def settle(self, committed: int, tidied: int) -> None:
         """The newest version that exists, and the newest behind which files were rearranged."""
@@ -146,6 +152,9 @@ class Server:
         self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
         self._endpoint = endpoint
         self.restoring = False
+        self.rolled_back_to = -1
+        """The version that rows went back to, as ``Redundancy.version``, and how many of them."""
+        self.rolled_back_rows = 0
         self.error = ""
         self.saver = saver
         self._takes_first_values = fresh or plan.dense == "workers"
@@ -248,7 +257,7 @@ class Server:
     def redundancy(self) -> Redundancy:
         """What is still to be brought back."""
         if self.protection is None:
-            return Redundancy()
+            return Redundancy(recovered=self.rolled_back_rows, version=self.rolled_back_to)
         recovery, rebuilding = self.recovery, self.rebuilding
         return Redundancy(
             rows=recovery.left if recovery else 0,
@@ -338,7 +347,7 @@ class Server:
         self.saver.settle(view.committed, view.tidied)  # first: a new cut takes up what came to nothing
         if view.cut > self._cut:
             # All workers hold, and all their pushes are applied: this is the same instant everywhere.
-            self.saver.cut(view.cut, baseline=view.baseline)
+            self.saver.cut(view.cut, baseline=view.baseline, whole=view.whole)
             self._cut = view.cut
 
     def _start(self, mine: ServerInView, view: View) -> None:
@@ -347,7 +356,9 @@ class Server:
         if mine.cut is not None:
             self._ledger.restore(mine.cut.marks)
             for group, shard in enumerate(self.shards):
-                shard.installed = group in mine.cut.installed and shard.placement.r > 0
+                kept = group in mine.cut.installed and shard.placement.r > 0
+                # Of partial recovery, rows of tables are here already; the network's come from a worker.
+                shard.installed = kept or (bool(self.plan.partial) and group < len(self.shards) - 1)
             self._cut = view.cut  # made without this server, and without its rows
             if self._witness is not None:
                 self._witness.cut = mine.cut.batch
@@ -487,6 +498,8 @@ class Server:
     def _apply(self, updates: list[Update]) -> None:
         for group, places, gradients in updates:
             self.shards[group].push(places, gradients)
+            if self.saver is not None:
+                self.saver.touched(group, places)
         self.pushes += 1
         self._changed = True
 
@@ -552,6 +565,9 @@ def _prepare(server: Server) -> None:
             if plan.resume.continues:
                 saver.resume(version)
         if server.me.incarnation > 1:
+            if plan.partial:
+                server.rolled_back_to = roll_back(plan, shards, store)
+                server.rolled_back_rows = sum(shard.rows for shard in shards[:-1])
             for shard in shards:  # what its predecessor had marked went with it
                 shard.mark_all()
         server.saver = saver

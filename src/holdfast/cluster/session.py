@@ -37,6 +37,8 @@ def summary(result: JobResult) -> list[str]:
         lines.append(f"{_times(result.workers_replaced, 'worker')} replaced; every batch counted once")
     for failure in result.failures:
         lines += _failure(failure)
+    if result.pls:
+        lines.append(f"portion of lost samples (PLS): {result.pls:.4f}")
     if result.speeds is not None:
         lines.append(_speeds(result.speeds))
     lines += [
@@ -70,7 +72,13 @@ def _failure(failure: ServerFailure) -> list[str]:
     ]
     how = f": {', '.join(later)}" if later else ""
     lines = [f"server {failure.slot} {failure.reason} at step {failure.step:,}{how}"]
-    if failure.recovered_seconds is not None:
+    if failure.version is not None:
+        to = f"version {failure.version:,}" if failure.version else "their first values"
+        lines.append(
+            f"its {failure.rows:,} rows went back to {to}: what {failure.samples_lost:,} samples had taught "
+            "them is lost"
+        )
+    elif failure.recovered_seconds is not None:
         recovered = f"recovered {failure.rows:,} rows in {failure.recovered_seconds:.1f} s"
         lines.append(recovered + compared(failure.rows or 0, failure.compared, failure.unequal))
     return lines

@@ -228,8 +228,10 @@ class Versions:
         steps, policy = supervisor.steps(), self._policy
         if steps <= self._due_steps:
             return False
-        by_steps = policy.every_steps is not None and steps - self._due_steps >= policy.every_steps
-        by_time = policy.every_seconds is not None and now - self._due_time >= policy.every_seconds
+        # Of a fraction of the rows, saves come after a fraction of the time.
+        part = policy.fraction if policy.prioritize is not None else 1.0
+        by_steps = policy.every_steps is not None and steps - self._due_steps >= part * policy.every_steps
+        by_time = policy.every_seconds is not None and now - self._due_time >= part * policy.every_seconds
         return by_steps or by_time
 
     def _is_free(self) -> bool:
@@ -247,7 +249,8 @@ class Versions:
         baseline = not self._era or self._baselines.due(self._full_bytes(), self._beyond_bytes)
         self._save = _Save(number, baseline, now, tuple(s.incarnation for s in supervisor.servers))
         self._due_steps, self._due_time = supervisor.steps(), now
-        supervisor.request_cut(number, baseline=baseline)
+        whole = baseline or self._policy.prioritize is None or self._final is not None
+        supervisor.request_cut(number, baseline=baseline, whole=whole)
 
     def _skip(self, supervisor: Supervisor, now: float) -> None:
         """A save is due, and cannot be begun yet: it waits, or is left out, as the policy says."""

@@ -104,7 +104,10 @@ class Copies:
         self._server = server
         self.copies = copies
 
-    def cut(self, version: int, *, baseline: bool) -> None:
+    def touched(self, group: int, places: NDArray[np.uint32]) -> None:
+        """All rows are copied."""
+
+    def cut(self, version: int, *, baseline: bool, whole: bool) -> None:
         """Copy all records."""
         self.copies[version] = [shard.records.copy() for shard in self._server.shards]
 

@@ -89,11 +89,11 @@ def points_json(points: Sequence[Point]) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[int, int], None]]:
+def progress_bar(text: str = "simulating") -> Iterator[Callable[[int, int], None]]:
     """Gives a function to be told how much is done; draws a bar on a terminal's stderr."""
     if not sys.stderr.isatty():
         yield lambda done, of: None
         return
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("simulating", total=None)
+        task = bar.add_task(text, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)

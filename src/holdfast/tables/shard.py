@@ -81,8 +81,14 @@ class GroupShard:
         self._certain = plan.rows // (placement.k * placement.servers) * placement.k
         self.rows = self._certain + int((self.rows_of(np.arange(self._certain, count)) < plan.rows).sum())
         self.installed = plan.initial == "uniform"
-        if self.installed and not empty:
-            update.fill_uniform(self.records, plan.dim, *self._layout, *drawing(plan, seed))
+        self._seed = seed
+        if not empty:
+            self.fill()
+
+    def fill(self) -> None:
+        """Give all rows their first values, unless those come from elsewhere."""
+        if self.plan.initial == "uniform":
+            update.fill_uniform(self.records, self.plan.dim, *self._layout, *drawing(self.plan, self._seed))
 
     def space(self, count: int, words: int) -> Records:
         """Zeros for so many records."""

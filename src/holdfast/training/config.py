@@ -20,7 +20,15 @@ from msgspec import Meta, Struct
 from holdfast.data.criteo_shape import Cardinalities
 from holdfast.errors import ConfigError
 from holdfast.models.presets import PRESETS, Architecture, Sizes
-from holdfast.options import ErasureCode, Kill, NoProtection, Protection, Replication, parse_protection
+from holdfast.options import (
+    ErasureCode,
+    Kill,
+    NoProtection,
+    PartialRecovery,
+    Protection,
+    Replication,
+    parse_protection,
+)
 from holdfast.recipe import Recipe, plain
 from holdfast.training.saving import CheckpointConfig
 
@@ -131,8 +139,9 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     servers: NotNegative = 0
     workers: Positive = 2
     protection: Protection = NoProtection()
-    """What keeps a job going when servers die: "erasure-code", "replication" or "none", with the arguments of
-    ``holdfast.ErasureCode``, ``Replication`` and ``NoProtection``; or in short "2+1", "replicate", "none"."""
+    """What keeps a job going when servers die: "erasure-code", "replication", "partial" or "none", with the
+    arguments of ``holdfast.ErasureCode``, ``Replication``, ``PartialRecovery`` and ``NoProtection``; or in
+    short "2+1", "replicate", "partial", "none"."""
     staleness: NotNegative = 1
     """How many of its own batches a worker's rows may lack."""
     bind: str = "tcp://127.0.0.1"
@@ -161,7 +170,12 @@ class JobConfig(_Section, frozen=True, kw_only=True):
         for kill in self.kills:
             kill.check(self.servers, self.workers)
         code = self.code
-        if code is not None and not self.servers:
+        if isinstance(self.protection, PartialRecovery) and self.servers == 1:
+            raise ConfigError(
+                "job.protection is partial, but of one server nothing would be left: set job.servers to 2 or "
+                "more"
+            )
+        if not isinstance(self.protection, NoProtection) and not self.servers:
             raise ConfigError(
                 "job.protection is set but job.servers is 0, so that there are no servers to protect: set "
                 "job.servers (--servers) to train in several processes"
@@ -176,7 +190,7 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     def code(self) -> ErasureCode | None:
         """The protection as a code; None: there is none."""
         protection = self.protection
-        if isinstance(protection, NoProtection):
+        if isinstance(protection, NoProtection | PartialRecovery):
             return None
         return protection.as_code() if isinstance(protection, Replication) else protection
 

@@ -27,6 +27,7 @@ _MARKS = {
     "server_lost": ("#cc3311", ":", "loss noticed"),
     "training_resumed": ("#ee7733", "-", "training goes on"),
     "server_recovered": ("#228833", "-", "{rows:,} rows back"),
+    "server_rolled_back": ("#228833", "-", "{rows:,} rows went back"),
     "redundancy_restored": ("#228833", "--", "all parities back"),
 }
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from holdfast.options import Policy
+from holdfast.options import Policy, PriorityName
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -32,6 +32,8 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quantize: Literal[2, 3, 4, 8, "auto"] | None = None
     quantize_state: Literal[8, 16] | None = None
     background_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    prioritize: PriorityName | None = None
+    fraction: Annotated[float, Meta(gt=0, le=1)] = 0.125
 
     @property
     def policy(self) -> Policy:

@@ -1,0 +1,246 @@
+"""``bench partial``: what partial recovery costs and saves (CPR, sections 4 and 6).
+
+``overhead.*`` are percent of the training time in the paper's setting: 2 failures in 56 hours, each of one of
+8 servers, target PLS 0.1. They are means over thousands of random times of failures, counted by the emulator
+without training.
+
+``auc_loss.*`` are differences of AUC between the same training without failures and with two: same samples,
+same start; *vanilla* is CPR without priorities. Means over seeds, with their 95 % intervals (Student's t);
+each seed is another teacher, other samples, another start and other failures.
+
+``pls_correlation`` is between the portion of lost samples and the AUC lost, over runs with 1 to 32 failures
+of a sixteenth to a half of the servers and random intervals (section 6.5), without priorities.
+``access_change_correlation`` is between the lookups of a row and the Euclidean norm of what that changed in
+it (section 4.2, Figure 6), over the rows of the large tables.
+
+``tracking.*`` is what the priorities of the large tables take for a batch, in percent of a training step of
+a DLRM of Kaggle sizes, in turns; ``memory.*`` what they allocate, in percent of the weights.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from holdfast.bench.harness import Report, Spread, interleave, stopwatch
+from holdfast.bench.quantize_accuracy import mean_with_interval
+from holdfast.checkpoint.priority import MostUsed, Priority, SubSampled, large_tables
+from holdfast.policy.pls import interval_for_pls
+from holdfast.sim.draws import UniformFailures
+from holdfast.sim.emulator import Outcome, Run, large_share, train
+from holdfast.sim.student import Lesson, Student
+from holdfast.sim.timeline import EmulatedCluster, Way, WayName, costs, way_of
+from holdfast.training.config import load
+from holdfast.training.parallel import run_all
+from holdfast.training.trainer import Trainer
+
+WAYS: Mapping[str, WayName] = {
+    "vanilla": "cpr",
+    "mfu": "cpr-mfu",
+    "ssu": "cpr-ssu",
+    "scar": "cpr-scar",
+}
+_CHANGE_STEPS = 4096  # as in the paper's Figure 6
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    lesson: Lesson
+    seeds: int
+    random_runs: int
+    patterns: int
+    rounds: int
+    max_rows: int
+
+
+def run(report: Report) -> None:
+    """All of it, or a bit of each."""
+    if report.quick:
+        lesson = Lesson(scale=400_000.0, batch_size=64, test_samples=20_000)
+        measure(report, Size(lesson, seeds=3, random_runs=4, patterns=2000, rounds=2, max_rows=10_000))
+    else:
+        lesson = Lesson()
+        measure(report, Size(lesson, seeds=8, random_runs=48, patterns=20_000, rounds=40, max_rows=1_000_000))
+
+
+def measure(report: Report, size: Size, processes: int | None = None) -> None:
+    """The parts one after the other."""
+    cluster = replace(EmulatedCluster(), share=large_share(size.lesson))
+    report.settings.update(
+        lesson=asdict(size.lesson), steps=size.lesson.steps, rows=sum(size.lesson.table_rows),
+        seeds=size.seeds, random_runs=size.random_runs, cluster=asdict(cluster),
+    )  # fmt: skip
+    _overheads(report, cluster, size.patterns)
+    _accuracy(report, size, cluster, processes)
+    _changes(report, size)
+    _tracking(report, size)
+
+
+def _overheads(report: Report, cluster: EmulatedCluster, patterns: int) -> None:
+    rng = np.random.default_rng(0)
+    drawn = [UniformFailures(int(cluster.failures)).draw(cluster, rng) for _ in range(patterns)]
+    names: Sequence[WayName] = ("full", "partial", "cpr")
+    for name in names:
+        way = way_of(name, cluster)
+        hours = [costs(way, failures, cluster).hours for failures in drawn]
+        report.figure(
+            f"overhead.{name}.percent",
+            100 * float(np.mean(hours)) / cluster.hours,
+            f"mean of {patterns:,} patterns of failures; a save every {way.interval_hours:.3g} h",
+        )
+
+
+def random_run(number: int, seeds: int, lesson: Lesson) -> Run:
+    """A run of section 6.5: random numbers of failures and of servers that fail, a random interval.
+
+    The interval is that of a target between 0.01 and 0.3, so that what runs lose spreads evenly.
+    """
+    rng = np.random.default_rng([number, 65])
+    cluster = EmulatedCluster(
+        servers=16,
+        servers_per_failure=int(2 ** rng.integers(0, 4)),
+        failures=int(2 ** rng.integers(0, 6)),
+        share=large_share(lesson),
+    )
+    interval = interval_for_pls(
+        target_pls=rng.uniform(0.01, 0.3), mtbf_hours=cluster.mtbf_hours, servers=cluster.parts
+    )
+    failures = UniformFailures(int(cluster.failures)).draw(cluster, rng)
+    return Run(
+        replace(lesson, seed=number % seeds),
+        cluster,
+        Way("cpr", True, min(interval, cluster.hours)),
+        failures,
+    )
+
+
+def _accuracy(report: Report, size: Size, cluster: EmulatedCluster, processes: int | None) -> None:
+    """All trainings, and the figures that come of them."""
+    tasks: dict[str, Run] = {}
+    for seed in range(size.seeds):
+        lesson = replace(size.lesson, seed=seed)
+        failures = UniformFailures(int(cluster.failures)).draw(cluster, np.random.default_rng([seed, 7]))
+        tasks[f"plain.{seed}"] = Run(lesson, cluster, None, ())
+        for name, way in WAYS.items():
+            tasks[f"{name}.{seed}"] = Run(lesson, cluster, way_of(way, cluster), failures)
+    for number in range(size.random_runs):
+        tasks[f"random.{number}"] = random_run(number, size.seeds, size.lesson)
+    done = _outcomes(report, tasks, processes)
+
+    def loss(name: str) -> float:
+        return done[f"plain.{tasks[name].lesson.seed}"].auc - done[name].auc
+
+    for name in WAYS:
+        runs = [f"{name}.{seed}" for seed in range(size.seeds)]
+        losses = [loss(run) for run in runs]
+        report.raw[f"auc_loss.{name}.by_seed"] = losses
+        report.raw[f"updates_lost.{name}.by_seed"] = [done[run].updates_lost for run in runs]
+        note = f"mean, 95 % interval, {len(losses)} seeds"
+        report.figure(f"auc_loss.{name}", mean_with_interval(losses), note)
+    pairs = [(_pls(tasks[run]), loss(run)) for run in tasks if run.startswith("random.")]
+    report.raw["pls_and_loss"] = pairs
+    report.figure("pls_correlation", correlation(*zip(*pairs, strict=True)), f"{len(pairs)} random runs")
+
+
+def _outcomes(report: Report, tasks: Mapping[str, Run], processes: int | None) -> dict[str, Outcome]:
+    """What became of each training: those that an interrupted run of the bench left, and the others."""
+    done = {name: Outcome(**values) for name, values in report.kept_runs().items()}
+    report.raw.update(unfinished=True, runs=done)
+    names = {run: name for name, run in tasks.items()}
+    missing = [run for run, name in names.items() if name not in done]
+    missing.sort(key=lambda run: run.lesson.seed)  # trainings of a seed share batches
+    for run, outcome in run_all(train, missing, processes):
+        done[names[run]] = outcome
+        report.save()
+        report.console.print(f"  ({len(done)} of {len(tasks)} trainings)", highlight=False)
+    del report.raw["unfinished"]
+    return done
+
+
+def _pls(run: Run) -> float:
+    assert run.way is not None
+    return costs(run.way, run.failures, run.cluster).pls
+
+
+def correlation(some: Sequence[float], others: Sequence[float]) -> float:
+    """Pearson's."""
+    return float(np.corrcoef(some, others)[0, 1])
+
+
+def _changes(report: Report, size: Size) -> None:
+    steps = min(_CHANGE_STEPS, size.lesson.steps)
+    found = [access_and_change(replace(size.lesson, seed=seed), steps) for seed in range(min(3, size.seeds))]
+    report.figure(
+        "access_change_correlation",
+        Spread.of([correlation(lookups, changes) for lookups, changes in found]),
+        f"after {steps:,} steps",
+    )
+
+
+def access_and_change(lesson: Lesson, steps: int) -> tuple[list[float], list[float]]:
+    """Lookups of each row of the large tables, and the norm of what they changed."""
+    student = Student(lesson)
+    before = student.weights.copy()
+    large = large_tables(lesson.table_rows)
+    counted = {table: np.zeros(lesson.table_rows[table], np.int64) for table in large}
+    for step in range(steps):
+        ids, _ = student.train(step)
+        for table, counts in counted.items():
+            np.add.at(counts, ids[table], 1)
+    changes = np.linalg.norm(student.weights - before, axis=1)
+    rows = np.concatenate([np.arange(student.firsts[t], student.firsts[t + 1]) for t in large])
+    lookups = np.concatenate(list(counted.values()))
+    return lookups.astype(float).tolist(), changes[rows].astype(float).tolist()
+
+
+def _tracking(report: Report, size: Size) -> None:
+    """Priorities of the large tables against a step: DLRM of Kaggle sizes, batch 2048, on all cores."""
+    trainer = Trainer(load(None, ["data.samples=10000000", f"data.max_rows={size.max_rows}"]))
+    rows = trainer.train_reader.table_rows
+    large = large_tables(rows)
+    weights = sum(table.numel() * table.element_size() for table in trainer.model.tables.parameters())
+    batches = iter(trainer.train_reader.split(0, 1))
+    report.settings["tracking"] = {"rows": sum(rows), "large_tables": len(large)}
+    makers: dict[str, Callable[[int], Priority]] = {
+        "mfu": lambda count: MostUsed(count, 0.125),
+        "ssu": lambda count: SubSampled(count, 0.125),
+    }
+    sides: dict[str, Callable[[], float]] = {}
+    for name, make in makers.items():
+        tracemalloc.start()
+        priorities = {table: make(rows[table]) for table in large}
+        allocated, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        report.figure(f"memory.{name}.percent", 100 * allocated / weights, f"{len(large)} tables")
+        sides[name] = _touching(priorities, lambda: next(batches).ids)
+
+    def step() -> float:
+        batch = next(batches)
+        return stopwatch(lambda: trainer.train_step(batch))
+
+    sides["step"] = step
+    interleave(sides, 2)
+    times = interleave(sides, size.rounds)
+    report.raw["tracking"] = times
+    for name in makers:
+        percent = [100 * mine / of for mine, of in zip(times[name], times["step"], strict=True)]
+        report.figure(f"tracking.{name}.percent", Spread.of(percent), "of a step")
+
+
+def _touching(
+    priorities: Mapping[int, Priority], next_ids: Callable[[], Sequence[np.ndarray]]
+) -> Callable[[], float]:
+    """Seconds for a batch, on average over two: every second one is left out by some."""
+
+    def touch() -> float:
+        two = [next_ids(), next_ids()]
+        return 0.5 * stopwatch(
+            lambda: [priority.touched(ids[table]) for ids in two for table, priority in priorities.items()]
+        )
+
+    return touch

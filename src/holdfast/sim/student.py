@@ -1,0 +1,188 @@
+"""A model that trains quickly in one process, out of the parts that a job's servers and workers are made of.
+
+Tables are records of a ``GroupShard``, as at a server, and the network computes on looked-up rows, as at a
+worker: a failure that takes a server's rows is a change of some records, and nothing else need be imitated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.cluster.model import WorkerModel, plan_groups
+from holdfast.coding.placement import Placement
+from holdfast.data.criteo_shape import KAGGLE_ROWS, TERABYTE_ROWS, Cardinalities
+from holdfast.data.reader import Batch
+from holdfast.data.synthetic import Synthetic
+from holdfast.errors import ConfigError
+from holdfast.models.dlrm import DLRM
+from holdfast.tables.lookup import Placed, Placer
+from holdfast.tables.plan import OptimizerPlan
+from holdfast.tables.shard import GroupShard
+from holdfast.training.metrics import auc
+
+CRITEO: dict[Cardinalities, tuple[Sequence[int], int]] = {
+    "kaggle": (KAGGLE_ROWS, 39_291_958),
+    "terabyte": (TERABYTE_ROWS, 4_195_197_692),
+}
+"""Rows of the tables and samples of the one epoch that is trained: six of seven days, and 23 of 24."""
+_TEST_BATCH = 8192
+_FEWEST_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What is trained: a DLRM on made-up clicks of Criteo's shape, on a smaller scale.
+
+    Args:
+        shape: of which data set: Kaggle has 1.2 samples for each row of its tables, Terabyte 22.
+        scale: what its rows are divided by.
+        samples: to train with; None divides its samples too: there remain as many for each row.
+        batch_size: samples of a step.
+        test_samples: of the test at the end.
+        lr: of SGD, which CPR's model is trained with.
+        zipf_exponent: how skewed lookups are.
+        dim: weights of a row; 16 are the 64 bytes of CPR's Kaggle model.
+        hidden: width of the network's layers.
+        seed: another one is another teacher, other samples and another start.
+    """
+
+    shape: Cardinalities = "terabyte"
+    scale: float = 10_000.0
+    samples: int | None = None
+    batch_size: int = 256
+    test_samples: int = 200_000
+    lr: float = 0.1
+    zipf_exponent: float = 1.05
+    dim: int = 16
+    hidden: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "batch_size", "test_samples", "lr", "dim", "hidden"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name):g}: expected above 0")
+        if self.steps < 1:
+            raise ConfigError(f"scale is {self.scale:g}: that leaves no batch of {self.batch_size} samples")
+
+    @property
+    def table_rows(self) -> tuple[int, ...]:
+        """Rows of each table."""
+        return tuple(max(_FEWEST_ROWS, round(rows / self.scale)) for rows in CRITEO[self.shape][0])
+
+    @property
+    def steps(self) -> int:
+        """Batches of the whole training."""
+        samples = CRITEO[self.shape][1] / self.scale if self.samples is None else self.samples
+        return int(samples / self.batch_size)
+
+    def reader(self, part: str = "train") -> Synthetic:
+        """Its samples."""
+        testing = part == "test"
+        return Synthetic(
+            samples=self.test_samples if testing else self.steps * self.batch_size,
+            batch_size=_TEST_BATCH if testing else self.batch_size,
+            table_rows=self.table_rows,
+            zipf_exponent=self.zipf_exponent,
+            seed=self.seed,
+            part="test" if testing else "train",
+        )
+
+
+def lesson_of(shape: str, **given: Any) -> Lesson:
+    """The usual lesson of a data set's shape, with what is given (and not None) in place of its own."""
+    if shape not in CRITEO:
+        raise ConfigError(f"shape is {shape!r}: expected one of {', '.join(CRITEO)}")
+    usual = {"kaggle": {"shape": "kaggle", "scale": 100.0}, "terabyte": {}}[shape]
+    return Lesson(**(usual | {name: value for name, value in given.items() if value is not None}))
+
+
+@functools.lru_cache(maxsize=1)
+def _schoolbook(lesson: Lesson) -> _Schoolbook:
+    return _Schoolbook(lesson)
+
+
+class _Schoolbook:
+    """Batches with their lookups, made once for all runs of a lesson that a process does one by one."""
+
+    def __init__(self, lesson: Lesson) -> None:
+        self._reader = lesson.reader()
+        self._known: dict[int, tuple[Batch, Placed]] = {}
+
+    def batch(self, step: int, placer: Placer) -> tuple[Batch, Placed]:
+        found = self._known.get(step)
+        if found is None:
+            batch = self._reader.batch(step)
+            found = self._known[step] = batch, placer.place(batch.ids, batch.offsets)
+        return found
+
+
+class Student:
+    """A model of a lesson, at its start.
+
+    Attributes:
+        records: of all rows of all tables, table after table: weights and, if there is any, optimizer state.
+        firsts: the first row of each table, and the number of all rows.
+    """
+
+    records: NDArray[np.uint32]
+    firsts: Sequence[int]
+
+    def __init__(self, lesson: Lesson) -> None:
+        rows, dims = lesson.table_rows, [lesson.dim] * len(lesson.table_rows)
+        torch.manual_seed(lesson.seed)
+        network = DLRM(
+            Synthetic.dense_features, len(rows), lesson.dim, (lesson.hidden, lesson.dim), (lesson.hidden, 1)
+        )
+        optimizer = OptimizerPlan(name="sgd", lr=lesson.lr)
+        plan, network_plan = plan_groups(network, rows, dims, optimizer, optimizer)
+        here = Placement(1)
+        self._lesson = lesson
+        self._model = WorkerModel(network, rows, dims)
+        self._placer = Placer(plan, here)
+        self._tables = GroupShard(plan, here, 0, lesson.seed)
+        self._network = GroupShard(network_plan, here, 0, lesson.seed)
+        self._network_rows = np.arange(network_plan.rows)
+        self._network.install(self._network_rows, self._model.initial_network())
+        self._book = _schoolbook(lesson)
+        self.records = self._tables.records
+        self.firsts = plan.firsts
+
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """Of all rows, not a copy."""
+        return self._tables.field("weight")
+
+    @property
+    def network(self) -> NDArray[np.uint32]:
+        """Records of the network's parameters, not a copy; ``load_network`` after changing them."""
+        return self._network.records
+
+    def load_network(self) -> None:
+        """Compute with what ``network`` is now."""
+        self._model.load_network(self._network.pull(self._network_rows))
+
+    def train(self, step: int) -> tuple[Sequence[NDArray[np.int64]], NDArray[np.uint32]]:
+        """Learn from a batch; what it looked up in each table, and the rows of ``records`` it changed."""
+        batch, placed = self._book.batch(step, self._placer)
+        done = self._model.train(batch, [placed], [self._tables.pull(placed.places)])
+        self._tables.push(placed.places, done.gradients[0])
+        self._network.push(self._network_rows, done.network)
+        self.load_network()
+        places: NDArray[np.uint32] = np.asarray(placed.places, np.uint32)
+        return batch.ids, places
+
+    def test(self) -> float:
+        """AUC on samples that it was not trained with."""
+        scores, labels = [], []
+        for batch in self._lesson.reader("test"):
+            placed = self._placer.place(batch.ids, batch.offsets)
+            scores.append(self._model.predict(batch, [placed], [self._tables.pull(placed.places)]))
+            labels.append(batch.labels)
+        return auc(np.concatenate(scores), np.concatenate(labels))
