@@ -12,7 +12,7 @@ from holdfast.bench.harness import Report
 from holdfast.bench.partial import Size, access_and_change, correlation, measure, random_run
 from holdfast.sim.student import Lesson
 
-TINY = Lesson(scale=1_000_000.0, batch_size=64, test_samples=5000)
+TINY = Lesson(scale=2000.0, samples=10_000, batch_size=64, test_samples=5000)
 
 
 def test_every_figure_of_a_small_run() -> None:
