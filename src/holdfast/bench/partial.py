@@ -23,8 +23,10 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.bench.harness import Report, Spread, interleave, stopwatch
 from holdfast.bench.quantize_accuracy import mean_with_interval
@@ -38,6 +40,7 @@ from holdfast.training.config import load
 from holdfast.training.parallel import run_all
 from holdfast.training.trainer import Trainer
 
+Floats = NDArray[np.float64]
 WAYS: Mapping[str, WayName] = {
     "vanilla": "cpr",
     "mfu": "cpr-mfu",
@@ -171,7 +174,7 @@ def _pls(run: Run) -> float:
     return costs(run.way, run.failures, run.cluster).pls
 
 
-def correlation(some: Sequence[float], others: Sequence[float]) -> float:
+def correlation(some: Sequence[float] | Floats, others: Sequence[float] | Floats) -> float:
     """Pearson's."""
     return float(np.corrcoef(some, others)[0, 1])
 
@@ -179,27 +182,43 @@ def correlation(some: Sequence[float], others: Sequence[float]) -> float:
 def _changes(report: Report, size: Size) -> None:
     steps = min(_CHANGE_STEPS, size.lesson.steps)
     found = [access_and_change(replace(size.lesson, seed=seed), steps) for seed in range(min(3, size.seeds))]
+    of_updates = [correlation(one.lookups, one.updates) for one in found]
+    report.raw["access_update_correlation"] = of_updates
     report.figure(
         "access_change_correlation",
-        Spread.of([correlation(lookups, changes) for lookups, changes in found]),
-        f"after {steps:,} steps",
+        Spread.of([correlation(one.lookups, one.changes) for one in found]),
+        f"after {steps:,} steps; {np.median(of_updates):.3f} with the sizes of all updates",
     )
 
 
-def access_and_change(lesson: Lesson, steps: int) -> tuple[list[float], list[float]]:
-    """Lookups of each row of the large tables, and the norm of what they changed."""
+class Rows(NamedTuple):
+    """Of each row of the large tables."""
+
+    lookups: Floats
+    changes: Floats
+    """The norm of what it is now less what it was at the start: what SCAR goes by."""
+    updates: Floats
+    """The sum of the norms of all of its updates, whether or not they cancel out."""
+
+
+def access_and_change(lesson: Lesson, steps: int) -> Rows:
+    """Train so far, and look at each row."""
     student = Student(lesson)
-    before = student.weights.copy()
+    start = student.weights.copy()
+    last = start.copy()
+    updates = np.zeros(len(start))
     large = large_tables(lesson.table_rows)
-    counted = {table: np.zeros(lesson.table_rows[table], np.int64) for table in large}
+    lookups = np.zeros(len(start))
     for step in range(steps):
-        ids, _ = student.train(step)
-        for table, counts in counted.items():
-            np.add.at(counts, ids[table], 1)
-    changes = np.linalg.norm(student.weights - before, axis=1)
+        ids, changed = student.train(step)
+        for table in large:
+            np.add.at(lookups, ids[table] + student.firsts[table], 1)
+        now = student.weights[changed]
+        updates[changed] += np.linalg.norm(now - last[changed], axis=1)
+        last[changed] = now
+    changes = np.linalg.norm(student.weights - start, axis=1).astype(float)
     rows = np.concatenate([np.arange(student.firsts[t], student.firsts[t + 1]) for t in large])
-    lookups = np.concatenate(list(counted.values()))
-    return lookups.astype(float).tolist(), changes[rows].astype(float).tolist()
+    return Rows(lookups[rows], changes[rows], updates[rows])
 
 
 def _tracking(report: Report, size: Size) -> None:
