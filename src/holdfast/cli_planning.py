@@ -231,9 +231,12 @@ def emulate(
     ] = 0.125,
     shape: Annotated[
         str, _option("Tables and samples as in Criteo's kaggle or terabyte,", _TRAINING)
-    ] = "terabyte",
+    ] = "kaggle",
+    samples: Annotated[
+        int | None, _option("Samples to train with, if not as many as that leaves.", _TRAINING)
+    ] = None,
     scale: Annotated[
-        float | None, _option("divided by this; 10,000 for terabyte, 100 for kaggle.", _TRAINING)
+        float | None, _option("divided by this; 100 for kaggle, 10,000 for terabyte.", _TRAINING)
     ] = None,
     batch_size: Annotated[int | None, _option("Samples of a step.", _TRAINING)] = None,
     lr: Annotated[float | None, _option("Learning rate of SGD.", _TRAINING)] = None,
@@ -256,7 +259,13 @@ def emulate(
         target_pls=target_pls, fraction=fraction,
     )  # fmt: skip
     lesson = student.lesson_of(
-        shape, scale=scale, batch_size=batch_size, lr=lr, zipf_exponent=zipf, test_samples=test_samples
+        shape,
+        scale=scale,
+        samples=samples,
+        batch_size=batch_size,
+        lr=lr,
+        zipf_exponent=zipf,
+        test_samples=test_samples,
     )
     chosen = draws.parse_failures(cluster, distribution, at or (), failure_log)
     with view.progress_bar("training") as on_done:

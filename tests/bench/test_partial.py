@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from holdfast.bench.harness import Report
 from holdfast.bench.partial import Size, access_and_change, correlation, measure, random_run
+from holdfast.checkpoint.priority import large_tables
 from holdfast.sim.student import Lesson
 
-TINY = Lesson(scale=1_000_000.0, batch_size=64, test_samples=5000)
+TINY = Lesson(scale=2000.0, samples=10_000, batch_size=64, test_samples=5000)
 
 
 def test_every_figure_of_a_small_run() -> None:
@@ -34,17 +34,18 @@ def test_every_figure_of_a_small_run() -> None:
 
 
 def test_random_runs_are_those_of_section_6_5() -> None:
-    runs = [random_run(number, 3, TINY) for number in range(200)]
+    runs = [random_run(number, TINY) for number in range(200)]
     assert {len(run.failures) for run in runs} == {1, 2, 4, 8, 16, 32}
     portions = {len(failure.servers) / 16 for run in runs for failure in run.failures}
     assert portions == {1 / 16, 1 / 8, 1 / 4, 1 / 2}
-    assert {run.lesson.seed for run in runs} == {0, 1, 2}
+    assert {run.lesson for run in runs} == {TINY}
     assert all(run.way is not None and run.way.prioritize is None for run in runs)
-    assert runs[:5] == [random_run(number, 3, TINY) for number in range(5)]
+    assert runs[:5] == [random_run(number, TINY) for number in range(5)]
 
 
 def test_lookups_and_changes_of_the_same_rows() -> None:
-    lookups, changes = (np.array(values) for values in access_and_change(TINY, 20))
-    assert lookups.sum() > 0
-    assert ((lookups > 0) == (changes > 0)).mean() > 0.99
+    rows = access_and_change(TINY, 20)
+    assert rows.lookups.sum() == 20 * TINY.batch_size * len(large_tables(TINY.table_rows))
+    assert ((rows.lookups > 0) == (rows.changes > 0)).mean() > 0.99
+    assert (rows.updates >= rows.changes * 0.999).all()  # the way is no shorter than where it leads
     assert correlation([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]) == pytest.approx(1)

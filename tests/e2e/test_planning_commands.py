@@ -81,7 +81,7 @@ def test_figure_13(tmp_path: Path) -> None:
     assert {point["kind"] for point in points} == {"full-stop", "partial"}
 
 
-SMALL = ["--scale", "1000000", "--batch-size", "64", "--test-samples", "5000", "--processes", "1"]
+SMALL = ["--scale", "2000", "--samples", "10000", "--test-samples", "5000", "--processes", "1"]
 
 
 def test_emulated_failures_as_a_table_and_as_json(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def remember_rows(slots, ids, rows, state):
             continue
         wanted = np.uint32(row + 1)
         bucket = _bucket(row, slots.shape[0])
-        at = 0
+        at = np.int64(0)
         while at < WAYS and slots[bucket, at] != wanted and slots[bucket, at] != np.uint32(0):
             at += 1
         if at == WAYS:

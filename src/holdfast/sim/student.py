@@ -46,20 +46,21 @@ class Lesson:
         samples: to train with; None divides its samples too: there remain as many for each row.
         batch_size: samples of a step.
         test_samples: of the test at the end.
-        lr: of SGD, which CPR's model is trained with.
-        zipf_exponent: how skewed lookups are.
+        lr: of SGD, which CPR's model is trained with; the best of 0.3, 1 and 3 by AUC without failures.
+        zipf_exponent: how skewed lookups are. On a hundredth of Kaggle's rows 1.12 leaves the most frequent
+            eighth of a table the same share of its lookups, 91 %, as 1.05 on all of them.
         dim: weights of a row; 16 are the 64 bytes of CPR's Kaggle model.
         hidden: width of the network's layers.
         seed: another one is another teacher, other samples and another start.
     """
 
-    shape: Cardinalities = "terabyte"
-    scale: float = 10_000.0
+    shape: Cardinalities = "kaggle"
+    scale: float = 100.0
     samples: int | None = None
     batch_size: int = 256
     test_samples: int = 200_000
-    lr: float = 0.1
-    zipf_exponent: float = 1.05
+    lr: float = 1.0
+    zipf_exponent: float = 1.12
     dim: int = 16
     hidden: int = 64
     seed: int = 0
@@ -99,7 +100,7 @@ def lesson_of(shape: str, **given: Any) -> Lesson:
     """The usual lesson of a data set's shape, with what is given (and not None) in place of its own."""
     if shape not in CRITEO:
         raise ConfigError(f"shape is {shape!r}: expected one of {', '.join(CRITEO)}")
-    usual = {"kaggle": {"shape": "kaggle", "scale": 100.0}, "terabyte": {}}[shape]
+    usual: dict[str, Any] = {"kaggle": {}, "terabyte": {"shape": "terabyte", "scale": 10_000.0}}[shape]
     return Lesson(**(usual | {name: value for name, value in given.items() if value is not None}))
 
 

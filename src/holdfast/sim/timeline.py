@@ -167,7 +167,8 @@ def timeline(way: Way, failures: Sequence[Failure], cluster: EmulatedCluster) ->
         end = cluster.hours if failure is None else failure.hours
         if end > cluster.hours:
             break
-        while saves * step < end:
+        # What is saved at the very moment of a failure is saved; at the end nobody needs it.
+        while saves * step < end or (failure is not None and saves * step == end):
             yield Save(saves * step)
             saves += 1
         if failure is not None:
