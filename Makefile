@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 # One worker per processor; the tests of a file stay together, so that they share what is costly to start.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --durations=60
 # Jobs with failures on virtual time that `make soak` runs.
 SCHEDULES ?= 10000
 

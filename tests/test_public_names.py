@@ -36,6 +36,7 @@ def test_public_names() -> None:
         "NoProtection",
         "NoSuchVersion",
         "ObjectMissing",
+        "PartialRecovery",
         "PNN",
         "Policy",
         "QuantizedRows",
