@@ -101,8 +101,8 @@ _BY_NAME = {
 
 
 RESTORES_THAT_BITS_BEAR = ((1, 2), (3, 3), (10, 4), (100, 8))
-"""(restores, bits) at which the accuracy that is lost stays below 0.01 %: those of Check-N-Run, section 5.2.1,
-but for 4 bits, with which it has up to 20. ``bench quantize-accuracy`` could not show that of 20."""
+"""(restores, bits) at which the accuracy that is lost stays below 0.01 %: those of Check-N-Run, section
+5.2.1, but for 4 bits, with which it has up to 20. ``bench quantize-accuracy`` could not show that of 20."""
 
 
 @dataclass(frozen=True, slots=True)
