@@ -46,6 +46,7 @@ def test_public_names() -> None:
         "ServerLost",
         "StoreError",
         "StoreLocked",
+        "StoreUnreachable",
         "Synthetic",
         "TrainingDiverged",
         "UnsafeName",

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.errors import CorruptCheckpoint
+
+Item = TypeVar("Item")
 
 # A stretch this long stays in the processor's cache between being read, checked and handed on.
 STRETCH_BYTES = 4 << 20
@@ -96,6 +99,20 @@ def read_stretch(stretch: Stretch, groups: Sequence[Group], buffer: NDArray[np.u
         decoded.append(decode_piece(piece, data, groups[piece.group].fields, stretch.file.where))
         at += piece.length
     return decoded
+
+
+def by_size(items: Iterable[Item], bytes_of: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
+    """Items one after the other, as many together as are within a limit."""
+    together: list[Item] = []
+    size = 0
+    for item in items:
+        if together and size + bytes_of(item) > most_bytes:
+            yield together
+            together, size = [], 0
+        together.append(item)
+        size += bytes_of(item)
+    if together:
+        yield together
 
 
 def batches(
