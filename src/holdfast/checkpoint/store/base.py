@@ -276,9 +276,9 @@ class Store(ABC):
         Unfinished files and the writer's lock are not objects.
         """
 
-    def misplaced(self, prefix: str) -> list[str]:
+    def misplaced(self, prefix: str) -> Sequence[str]:
         """Return the names that begin with ``prefix`` and are taken by what is no object, such as folders."""
-        return []
+        return ()
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:

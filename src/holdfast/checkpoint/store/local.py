@@ -168,7 +168,7 @@ class LocalStore(Store):
         ]
         return sorted(found, key=lambda info: info.name)
 
-    def misplaced(self, prefix: str) -> list[str]:
+    def misplaced(self, prefix: str) -> Sequence[str]:
         """Return the folders by prefix; see `Store.misplaced`."""
         return sorted(name for name, entry in self._named(prefix) if entry.is_folder)
 
@@ -201,11 +201,12 @@ class LocalStore(Store):
         """Let go of the folder."""
         self._files.close_root()
 
-    def _named(self, prefix: str) -> list[tuple[str, Entry]]:
+    def _named(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         folder = split(check_prefix(prefix))[0]
         with _explained("list", f"the store {self.url}"):
-            found = list(self._walk(folder))
-        return [(name, entry) for name, entry in found if name.startswith(prefix) and is_name(name)]
+            for name, entry in self._walk(folder):
+                if name.startswith(prefix) and is_name(name):
+                    yield name, entry
 
     @contextmanager
     def _creating(self, name: str) -> Iterator[None]:
