@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ Item = TypeVar("Item")
 
 # A stretch this long stays in the processor's cache between being read, checked and handed on.
 STRETCH_BYTES = 4 << 20
+THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +216,11 @@ def thread_buffer(size: int) -> NDArray[np.uint8]:
 
 
 def run_all(
-    work: Callable[[Stretch], None],
-    stretches: Sequence[Stretch],
-    threads: int,
-    on_error: Callable[[], None],
+    work: Callable[[Item], None], items: Sequence[Item], on_error: Callable[[], None] = lambda: None
 ) -> None:
     """Do the work for each, begun in their order; raises the first error after all threads have stopped."""
-    with ThreadPoolExecutor(min(threads, max(len(stretches), 1)), "holdfast-read") as pool:
-        futures = [pool.submit(work, stretch) for stretch in stretches]
+    with ThreadPoolExecutor(min(THREADS, max(len(items), 1)), "holdfast-read") as pool:
+        futures = [pool.submit(work, item) for item in items]
         try:
             for future in futures:
                 future.result()
