@@ -289,7 +289,7 @@ def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds
             return stopwatch(lambda: reader.read_rows(loader, baseline=baseline))
 
     def all_samples(names: Sequence[str], *, baseline: bool) -> dict[str, list[float]]:
-        """By round, sums over all samples. At each the strategies take turns: what disturbs one disturbs all."""
+        """By round, sums over all samples. At each, strategies take turns: what disturbs disturbs all."""
         for name in names:  # files come to the page cache
             restore(name, samples[-1], baseline=baseline)
         by_sample = [

@@ -411,7 +411,16 @@ def lay_over_rows(ids_at, positions_at, values_at, begins, ends, first, out):
     All of them lie within their arrays: the caller's duty.
     """
     words = out.shape[1]
-    for k in range(ids_at.shape[0]):
+    row_bytes = words * out.itemsize
+    layers = ids_at.shape[0]
+    for k in range(layers):
+        if k + 1 < layers:  # where the next one begins, nobody has been for a while
+            _prefetch(ids_at[k + 1] + begins[k + 1] * 8)
+            if positions_at[k + 1]:
+                _prefetch(positions_at[k + 1] + begins[k + 1] * 8)
+            else:
+                for j in range(_AHEAD):
+                    _prefetch_row(values_at[k + 1] + (begins[k + 1] + j) * row_bytes, row_bytes)
         begin, end = begins[k], ends[k]
         if begin == end:
             continue
@@ -420,9 +429,12 @@ def lay_over_rows(ids_at, positions_at, values_at, begins, ends, first, out):
         if positions_at[k]:
             positions = carray(_pointer(positions_at[k]), end, np.int64)
             for j in range(begin, end):
+                if j + _AHEAD < end:
+                    _prefetch_row(values_at[k] + positions[j + _AHEAD] * row_bytes, row_bytes)
                 _copy_row(values, positions[j], out, ids[j] - first)
         else:
             for j in range(begin, end):
+                _prefetch_row(values_at[k] + (j + _AHEAD) * row_bytes, row_bytes)
                 _copy_row(values, j, out, ids[j] - first)
 
 
