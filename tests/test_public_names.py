@@ -47,6 +47,7 @@ def test_public_names() -> None:
         "ServerLost",
         "StoreError",
         "StoreLocked",
+        "StoreUnreachable",
         "Synthetic",
         "TrainingDiverged",
         "UnsafeName",

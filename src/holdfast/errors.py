@@ -20,6 +20,7 @@
         ├── ObjectMissing    an object that is not there
         ├── AlreadyExists    an object that is there and must not be overwritten
         ├── StoreLocked      another writer holds the store
+        ├── StoreUnreachable the connection to the store is lost
         └── UnsafeName       a name that could lead out of the store
 
 A message is one sentence that names the thing, what was expected, what was
@@ -127,6 +128,10 @@ class StoreLocked(StoreError):
         super().__init__(message)
         self.host = host
         self.pid = pid
+
+
+class StoreUnreachable(StoreError):
+    """The connection to a store is lost, also after retries: nothing is known of what it holds."""
 
 
 class UnsafeName(StoreError):

@@ -100,8 +100,9 @@ _BY_NAME = {
 }
 
 
-RESTORES_THAT_BITS_BEAR = ((1, 2), (3, 3), (20, 4), (100, 8))
-"""(restores, bits) at which the accuracy that is lost stays below 0.01 % (Check-N-Run, section 5.2.1)."""
+RESTORES_THAT_BITS_BEAR = ((1, 2), (3, 3), (10, 4), (100, 8))
+"""(restores, bits) at which the accuracy that is lost stays below 0.01 %: those of Check-N-Run, section
+5.2.1, but for 4 bits, with which it has up to 20. ``bench quantize-accuracy`` could not show that of 20."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,10 @@ class BitsChoice:
 class AutoBits:
     """Bits of quantized rows by how often the run is expected to be restored.
 
-    Each restore from quantized rows costs a little accuracy. By Check-N-Run's measurements it stays below
-    0.01 % with 2 bits for one restore, with 3 for up to 3, with 4 for up to 20, else with 8. Restores are
-    counted, across restarts; when there are more than expected, 8 bits are used from then on. Without
-    anything to go by it is 8 bits from the start.
+    Each restore from quantized rows costs a little accuracy. As measured (docs/quantization-results.md) it
+    stays below 0.01 % with 2 bits for one restore, with 3 for up to 3, with 4 for up to 10, else with 8.
+    Restores are counted, across restarts; when there are more than expected, 8 bits are used from then on.
+    Without anything to go by it is 8 bits from the start.
 
     Args:
         expected_restores: what you expect; or let it be estimated:

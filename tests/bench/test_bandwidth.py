@@ -29,7 +29,9 @@ def test_every_claimed_figure(report: Report) -> None:
     for strategy in ("differential", "chunked"):
         for kind in ("written_over", "stored_over", "listed_over", "moment_over"):
             values = [figures[f"{strategy}.{restores}.{kind}"] for restores in RESTORES]
-            assert values == sorted(values, reverse=True), "the more restores, the more bits"
+            # Those with equal bits differ by a few bytes of the manifests, which say when.
+            rounded = [round(value, 2) for value in values]
+            assert rounded == sorted(rounded, reverse=True), "the more restores, the more bits"
             assert values[-1] > 1
         # Its state is 64 times as large, and stored as it is.
         assert figures[f"adagrad.{strategy}.1.written_over"] < figures[f"{strategy}.1.written_over"] / 2

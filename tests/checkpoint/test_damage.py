@@ -263,7 +263,7 @@ def test_restore_falls_back(tmp_path: Path, how: str, pattern: str, caplog: pyte
         assert other.weight.tolist() == run.truth[version]
 
 
-@pytest.mark.parametrize("how", ["other bytes", "zeros", "empty", "deleted", "cut"])
+@pytest.mark.parametrize("how", ["other bytes", "zeros", "empty", "deleted", "folder", "cut"])
 def test_a_damaged_manifest_costs_one_version_at_most(tmp_path: Path, how: str) -> None:
     run = Run(tmp_path / "store")
     newest = max((run.path / "manifests").iterdir())
@@ -287,6 +287,7 @@ def test_a_damaged_manifest_costs_one_version_at_most(tmp_path: Path, how: str) 
             ckpt.save(step)
     told = [e for e in read_events(tmp_path / "log") if e["event"] == "checkpoint_damaged"]
     assert len(told) == (0 if how == "deleted" else 2)
+    assert all(newest.name in event["error"] for event in told)
     other, objects = make()
     with hf.Checkpointer(run.path, objects) as ckpt:
         assert not ckpt._writer.catalog.complaints

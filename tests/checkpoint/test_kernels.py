@@ -21,6 +21,7 @@ from holdfast.kernels.rows import (
     gaps_bound,
     gather_blocks,
     gather_rows,
+    lay_over_rows,
     mark_rows,
     marked_rows,
     scatter_rows,
@@ -237,3 +238,29 @@ def test_rows_come_from_their_tables_whoever_copies_them(
             for mine, theirs in zip(expected, out, strict=True):
                 assert np.array_equal(mine, theirs[:-1])
                 assert (theirs[-1] == 201).all()
+
+
+@pytest.mark.parametrize("words", [1, 3, 8, 19])
+def test_rows_are_laid_over_others(words: int) -> None:
+    """As writing layer after layer would do, within what begins and ends say, and nowhere else."""
+    random = np.random.default_rng(words)
+    first, count = 100, 60
+    out = random.integers(0, 2**63, (count + 2, words)).astype(np.uint64)  # with guards
+    expected = out.copy()
+    kept: list[Any] = []
+    rows: list[tuple[int, int, int, int, int]] = []
+    for share in (0.5, 0.0, 1.0, 0.2, 0.9):
+        ids = np.flatnonzero(random.random(300) < share)
+        positions = random.permutation(2 * len(ids))[: len(ids)] if share < 0.6 else None
+        values = random.integers(0, 2**63, (2 * len(ids) + 1, words)).astype(np.uint64)
+        begin, end = (int(i) for i in np.searchsorted(ids, [first, first + count]))
+        for j in range(begin, end):
+            expected[1 + ids[j] - first] = values[j if positions is None else positions[j]]
+        kept.append((ids, positions, values))
+        where = 0 if positions is None else positions.ctypes.data
+        rows.append((ids.ctypes.data, where, values.ctypes.data, begin, end))
+    ids_at, positions_at, values_at, begins, ends = (
+        np.array(column, np.int64) for column in zip(*rows, strict=True)
+    )
+    lay_over_rows(ids_at, positions_at, values_at, begins, ends, first, out[1:-1])
+    assert np.array_equal(out, expected)

@@ -230,8 +230,8 @@ def test_far_from_zero_the_grid_has_32_bits(tmp_path: Path) -> None:
         (hf.AutoBits(expected_restores=1.2), 0, 3),
         (hf.AutoBits(expected_restores=3), 3, 3),
         (hf.AutoBits(expected_restores=3), 4, 8),
-        (hf.AutoBits(expected_restores=20), 20, 4),
-        (hf.AutoBits(expected_restores=21), 0, 8),
+        (hf.AutoBits(expected_restores=10), 10, 4),
+        (hf.AutoBits(expected_restores=11), 0, 8),
         # 72 hours on 16 machines that fail once in 480 hours each.
         (hf.AutoBits(training_hours=72, nodes=16, failures_per_node_hour=1 / 480), 0, 3),
         (hf.AutoBits(training_hours=72, nodes=1, failures_per_node_hour=1 / 480), 0, 2),

@@ -315,6 +315,40 @@ def test_a_damaged_file_of_another_version(tmp_path: Path, caplog: pytest.LogCap
     assert restored(tmp_path) == other.value()
 
 
+@pytest.mark.parametrize("layout", ["rounds", "2d"])
+@pytest.mark.parametrize("how", ["flipped", "deleted"])
+def test_a_damaged_file_is_reported_once(tmp_path: Path, layout: Any, how: str) -> None:
+    """Every round would read it, and every version that needs it would be lost: a new era begins."""
+    policy = hf.Policy(strategy=hf.Chunked(layout=layout, round_versions=2, dead_fraction=0.0, reset="never"))
+    run = Rows()
+    refused: list[str] = []
+    (tmp_path / "log").mkdir()
+    with (
+        EventLog(tmp_path / "log") as events,
+        hf.Checkpointer(tmp_path / "store", run.objects, policy, events=events) as ckpt,
+    ):
+        for step in range(12):
+            # Of the fourth version's rows some die with each later one, so that a round takes its file.
+            run.change(ckpt, 1, 2, *range(20, 30 if step == 3 else 25))
+            ckpt.save(step)
+            try:
+                ckpt.wait()
+            except hf.SaveFailed as error:
+                refused.append(str(error))
+            if step == 4:
+                damaged = max((tmp_path / "store" / "chunks").glob("*-increment-*"))
+                content = damaged.read_bytes()
+                damaged.unlink()
+                if how == "flipped":
+                    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert [v.baseline for v in ckpt.versions()].count(True) == 2
+    assert len(refused) == 1
+    assert damaged.name in refused[0]
+    failed = [e for e in read_events(tmp_path / "log") if e["event"] == "checkpoint_tidy_failed"]
+    assert len(failed) == 1
+    assert restored(tmp_path / "store") == run.value()
+
+
 def test_numbers_of_deleted_versions_are_not_used_again(tmp_path: Path) -> None:
     run = Rows()
     with hf.Checkpointer(tmp_path, run.objects, hf.Policy(strategy="full")) as ckpt:

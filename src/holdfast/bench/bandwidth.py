@@ -52,7 +52,7 @@ from holdfast.training.optimizers import RowWiseAdagrad
 from holdfast.training.trainer import Trainer
 
 DIM = 64
-RESTORES = (1, 3, 20, 100)
+RESTORES = (1, 3, 10, 20, 100)
 # The row of rank u (0 to 1) is touched SCALE * u ** -EXPONENT times an interval on average: a quarter of the
 # rows is touched in the first interval, 52.5 % in the first ten.
 EXPONENT = 2.8805

@@ -288,12 +288,19 @@ def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds
             loader = RowLoader(reader.groups, fields.__getitem__)
             return stopwatch(lambda: reader.read_rows(loader, baseline=baseline))
 
-    def all_samples(name: str, *, baseline: bool) -> float:
-        return sum(restore(name, s, baseline=baseline) for s in samples)
+    def all_samples(names: Sequence[str], *, baseline: bool) -> dict[str, list[float]]:
+        """By round, sums over all samples. At each, strategies take turns: what disturbs disturbs all."""
+        for name in names:  # files come to the page cache
+            restore(name, samples[-1], baseline=baseline)
+        by_sample = [
+            interleave({n: lambda n=n, s=s: restore(n, s, baseline=baseline) for n in names}, rounds)  # type: ignore[misc]
+            for s in samples
+        ]
+        return {n: [sum(times) for times in zip(*(one[n] for one in by_sample), strict=True)] for n in names}
 
     names = ("differential", "chunked", "two_d", "incremental")
-    means = interleave({n: lambda n=n: all_samples(n, baseline=False) for n in names}, rounds)  # type: ignore[misc]
-    whole = interleave({n: lambda n=n: all_samples(n, baseline=True) for n in names[:2]}, max(3, rounds // 2))  # type: ignore[misc]
+    means = all_samples(names, baseline=False)
+    whole = all_samples(names[:2], baseline=True)
     last = trace.versions - 1
     sides = {n: lambda n=n: restore(n, last, baseline=False) for n in names}
     at_last = interleave({**sides, "floor": _Floor(trace, fields)}, rounds)

@@ -32,7 +32,7 @@ from torch import nn
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
 from holdfast.checkpoint.live import LiveTables
-from holdfast.checkpoint.manifest import Manifest, Version, read_newest
+from holdfast.checkpoint.manifest import Manifest, Version, raise_if_unreachable, read_newest
 from holdfast.checkpoint.progress import byte_progress
 from holdfast.checkpoint.restore import RowLoader, VersionReader, find_version, open_version
 from holdfast.checkpoint.store import open_store
@@ -144,7 +144,8 @@ class Checkpointer:
         """Put a saved state back into the objects; returns the step to go on with.
 
         Without a version: the newest one that can be read whole; every newer one that cannot is named in
-        the log. Returns 0 if nothing has been saved yet. Loaders must not have been iterated yet.
+        the log. A store that does not answer is an error, not a reason to take an older one. Returns 0 if
+        nothing has been saved yet. Loaders must not have been iterated yet.
         """
         self._check_open()
         self.wait()
@@ -162,6 +163,7 @@ class Checkpointer:
             try:
                 step = self._restore(candidate)
             except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
+                raise_if_unreachable(self.store, error)
                 log.warning("version %d cannot be restored: %s", candidate.version, error)
                 self.events.emit("checkpoint_damaged", version=candidate.version, error=str(error))
                 problems.append(f"version {candidate.version}: {error}")

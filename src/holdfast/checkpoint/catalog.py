@@ -60,7 +60,7 @@ class Catalog:
         self.manifest: Manifest = manifests.read_newest(store, self.complaints)
         existing = manifests.numbers(store)
         self._stored = set(existing)
-        self._last_number = existing[0] if existing else 0
+        self._last_number = max([0, *existing, *manifests.misplaced(store)])
         self._attempts: set[str] = set()
         self._undeleted: list[str] = []
         self._previous = self._read_previous(existing)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.export import (
     WEIGHT,
     FieldKey,
-    RowSink,
     RowTensor,
     Written,
     as_one,
@@ -28,6 +27,7 @@ from holdfast.checkpoint.export import (
     export_dcp,
     export_model,
     places_of,
+    read_into,
     read_tree,
     reading,
     row_tensors,
@@ -91,7 +91,6 @@ def export_delta(
     object_name: str | None = None,
     all_fields: bool = False,
     force: bool = False,
-    show_progress: bool | None = None,
 ) -> Written:
     """Write what leads from one version's export to another's, the newest by default, as safetensors.
 
@@ -103,7 +102,6 @@ def export_delta(
         object_name: whose state; by default of the only module.
         all_fields: the optimizers' state of the listed rows too, not only their weights.
         force: overwrite the file.
-        show_progress: a bar on stderr; by default on a terminal.
     """
     check_free(out, force=force)
 
@@ -114,7 +112,7 @@ def export_delta(
         wanted = _wanted(reader.groups, tensors, all_fields=all_fields)
         with (
             open_version(store, since) as older,
-            _changes(older, reader, wanted, out, show_progress) as found,
+            _changes(older, reader, wanted, out) as found,
         ):
             metadata = {
                 "holdfast": "delta 1",
@@ -182,13 +180,13 @@ def _write(
 
 @contextlib.contextmanager
 def _changes(
-    older: VersionReader, newer: VersionReader, wanted: Sequence[_Wanted], out: Path, show: bool | None
+    older: VersionReader, newer: VersionReader, wanted: Sequence[_Wanted], out: Path
 ) -> Iterator[Changes]:
     same_era = older.era.number == newer.era.number
     if same_era and older.version.version <= newer.version.version:
-        yield _changes_in_era(older, newer, wanted, show)
+        yield _changes_in_era(older, newer, wanted)
     else:
-        with _compared(older, newer, wanted, out.parent, show) as changes:
+        with _compared(older, newer, wanted, out.parent) as changes:
             yield changes
 
 
@@ -229,7 +227,6 @@ class _Gathered:
 def _gather(
     reader: VersionReader,
     wanted: Sequence[_Wanted],
-    show: bool | None,
     *,
     baseline: bool = True,
     born_after: int = 0,
@@ -245,19 +242,17 @@ def _gather(
                 mine.add(ids, [rows.fields[i][a:b] for i in places])
 
     total = sum(p.length for _, p in reader.pieces(baseline=baseline, born_after=born_after))
-    with byte_progress(f"reading version {reader.version.version}", total, show) as on_progress:
+    with byte_progress(f"reading version {reader.version.version}", total) as on_progress:
         reader.read_rows(sink, baseline=baseline, born_after=born_after, on_progress=on_progress)
     return {name: mine.merge() for name, mine in gathered.items()}
 
 
-def _changes_in_era(
-    older: VersionReader, newer: VersionReader, wanted: Sequence[_Wanted], show: bool | None
-) -> Changes:
+def _changes_in_era(older: VersionReader, newer: VersionReader, wanted: Sequence[_Wanted]) -> Changes:
     """Rows that were written since: a record of the newer version that is younger than the older one."""
-    found = _gather(newer, wanted, show, born_after=older.version.version)
+    found = _gather(newer, wanted, born_after=older.version.version)
     if newer.era.strategy == "Differential":
         # Its increments repeat all that changed since the baseline; the older one's tells what did not.
-        before = _gather(older, wanted, show, baseline=False)
+        before = _gather(older, wanted, baseline=False)
         found = {name: _without_equal(found[name], before[name]) for name in found}
     return {
         one.table.name: (
@@ -286,12 +281,12 @@ def _without_equal(
 
 @contextlib.contextmanager
 def _compared(
-    older: VersionReader, newer: VersionReader, wanted: Sequence[_Wanted], folder: Path, show: bool | None
+    older: VersionReader, newer: VersionReader, wanted: Sequence[_Wanted], folder: Path
 ) -> Iterator[Changes]:
     """Both versions, in scratch files, and the rows in which they differ."""
     with (
-        _whole(older, wanted, folder, show) as before,
-        _whole(newer, wanted, folder, show) as after,
+        _whole(older, wanted, folder) as before,
+        _whole(newer, wanted, folder) as after,
     ):
         changes: Changes = {}
         for one in wanted:
@@ -305,7 +300,7 @@ def _compared(
 
 @contextlib.contextmanager
 def _whole(
-    reader: VersionReader, wanted: Sequence[_Wanted], folder: Path, show: bool | None
+    reader: VersionReader, wanted: Sequence[_Wanted], folder: Path
 ) -> Iterator[dict[FieldKey, Bytes2D]]:
     tables = {t.name: (t.rows, g.fields) for g in reader.groups for t in g.tables}
     shapes: dict[FieldKey, tuple[int, int]] = {}
@@ -316,9 +311,7 @@ def _whole(
                 shapes[one.table.name, f.name] = (rows, f.bytes)
     with scratch(folder, {key: rows * width for key, (rows, width) in shapes.items()}) as memory:
         into = {key: memory[key].reshape(shape) for key, shape in shapes.items()}
-        text = f"reading version {reader.version.version}"
-        with byte_progress(text, reader.total_bytes(), show) as on_progress:
-            reader.read_rows(RowSink(reader.groups, into), on_progress=on_progress)
+        read_into(reader, into)
         yield into
 
 

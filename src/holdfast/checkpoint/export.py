@@ -47,9 +47,7 @@ class Written:
     """Of a delta: how many it lists."""
 
 
-def restore_file(
-    store: Store, version: int | None, out: Path, *, force: bool = False, show_progress: bool | None = None
-) -> Written:
+def restore_file(store: Store, version: int | None, out: Path, *, force: bool = False) -> Written:
     """Write all state of a version, the newest by default, as one safetensors file.
 
     Weights have their names ("model.tables.0.weight"), other fields of rows theirs behind it
@@ -74,19 +72,13 @@ def restore_file(
             "optimizers": json.dumps(tree.get("optimizers", {})),
             "metadata": json.dumps(reader.version.metadata),
         }
-        return _write_file(reader, out, rows, state, metadata, {}, force=force, show=show_progress)
+        return _write_file(reader, out, rows, state, metadata, {}, force=force)
 
     return reading(store, version, write)
 
 
 def export_model(
-    store: Store,
-    version: int | None,
-    out: Path,
-    *,
-    object_name: str | None = None,
-    force: bool = False,
-    show_progress: bool | None = None,
+    store: Store, version: int | None, out: Path, *, object_name: str | None = None, force: bool = False
 ) -> Written:
     """Write the ``state_dict`` of one object, by default of the only module, as a safetensors file."""
     check_free(out, force=force)
@@ -97,19 +89,13 @@ def export_model(
         state = tree["objects"][name]
         rows, aliases = row_tensors(reader.groups, places_of(state))
         metadata = {"holdfast": "object 1", "object": name, "format": "pt"}
-        return _write_file(reader, out, rows, state, metadata, aliases, force=force, show=show_progress)
+        return _write_file(reader, out, rows, state, metadata, aliases, force=force)
 
     return reading(store, version, write)
 
 
 def export_dcp(
-    store: Store,
-    version: int | None,
-    out: Path,
-    *,
-    object_name: str | None = None,
-    force: bool = False,
-    show_progress: bool | None = None,
+    store: Store, version: int | None, out: Path, *, object_name: str | None = None, force: bool = False
 ) -> Written:
     """Write a folder that ``torch.distributed.checkpoint.load`` reads.
 
@@ -122,7 +108,7 @@ def export_dcp(
         tree = read_tree(reader)
         objects = tree["objects"]
         state = objects if object_name is None else objects[choose_object(tree, object_name)]
-        with _scratch_rows(reader, places_of(state), out.parent, show_progress) as rows:
+        with _scratch_rows(reader, places_of(state), out.parent) as rows:
             tensors = _save_dcp(state, rows, out, force=force)
         size = sum(file.stat().st_size for file in out.iterdir())
         return Written(str(out), reader.version.version, tensors, size)
@@ -227,8 +213,15 @@ def row_tensors(
     return list(first.values()), aliases
 
 
+def read_into(reader: VersionReader, into: Mapping[FieldKey, Bytes2D]) -> None:
+    """Read the rows of a version and keep those of some fields: ``into`` maps them to [rows, bytes]."""
+    text = f"reading version {reader.version.version}"
+    with byte_progress(text, reader.total_bytes()) as on_progress:
+        reader.read_rows(RowSink(reader.groups, into), on_progress=on_progress)
+
+
 class RowSink:
-    """Takes the rows of a version and keeps those of some fields: ``into`` maps them to [rows, bytes]."""
+    """Takes rows of a version and writes those of some fields to where ``into`` says."""
 
     def __init__(self, groups: Sequence[Group], into: Mapping[FieldKey, Bytes2D]) -> None:
         self._groups = groups
@@ -289,7 +282,6 @@ def _write_file(
     aliases: Mapping[str, str],
     *,
     force: bool,
-    show: bool | None,
 ) -> Written:
     dense, data, text = encode_dense(state)
     specs = {r.name: r.spec for r in rows}
@@ -306,9 +298,7 @@ def _write_file(
     with new_tensor_file(out, list(specs.values()), {**facts, **metadata, "tree": text}, force=force) as file:
         for name, part in data.items():
             file.bytes(name)[:] = part
-        into = {r.key: file.rows(r.name, r.table.rows) for r in rows}
-        with byte_progress(f"reading version {version.version}", reader.total_bytes(), show) as on_progress:
-            reader.read_rows(RowSink(reader.groups, into), on_progress=on_progress)
+        read_into(reader, {r.key: file.rows(r.name, r.table.rows) for r in rows})
         for alias, name in aliases.items():  # tied weights: a plain file has them twice
             file.bytes(alias)[:] = file.bytes(name)
     return Written(str(out), version.version, len(specs), out.stat().st_size)
@@ -339,14 +329,11 @@ def scratch(folder: Path, sizes: Mapping[Any, int]) -> Iterator[dict[Any, NDArra
 
 @contextlib.contextmanager
 def _scratch_rows(
-    reader: VersionReader, places: Mapping[str, TablePlace], folder: Path, show: bool | None
+    reader: VersionReader, places: Mapping[str, TablePlace], folder: Path
 ) -> Iterator[dict[FieldKey, tuple[RowTensor, NDArray[np.uint8]]]]:
     rows, _ = row_tensors(reader.groups, places)
     with scratch(folder, {r.key: r.spec.bytes for r in rows}) as memory:
-        into = {r.key: memory[r.key].reshape(r.table.rows, -1) for r in rows if r.table.rows}
-        text = f"reading version {reader.version.version}"
-        with byte_progress(text, reader.total_bytes(), show) as on_progress:
-            reader.read_rows(RowSink(reader.groups, into), on_progress=on_progress)
+        read_into(reader, {r.key: memory[r.key].reshape(r.table.rows, -1) for r in rows if r.table.rows})
         yield {r.key: (r, memory[r.key]) for r in rows}
 
 

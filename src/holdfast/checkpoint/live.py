@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.quantize import RowCodec, from_float32
-from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows
+from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows, in_words, word
 from holdfast.errors import ConfigError, CorruptCheckpoint
 from holdfast.kernels.rows import (
     FROM_BEHIND,
@@ -58,7 +57,7 @@ class LiveTables:
             np.array([[f[i].ctypes.data for f in tables] for i in range(len(g.fields))], np.int64)
             for g, tables in zip(groups, self._live, strict=True)
         ]
-        self._words = [_word(field.live_bytes for field in g.fields) for g in groups]
+        self._words = [word(field.live_bytes for field in g.fields) for g in groups]
         for group, tables in zip(groups, self._live, strict=True):
             for table, fields in zip(group.tables, tables, strict=True):
                 for field, live in zip(group.fields, fields, strict=True):
@@ -114,7 +113,7 @@ class LiveTables:
             field = self.groups[group].fields[number]
             codec = codecs[number] if codecs else None
             if codec is None:
-                scatter_rows(addresses, firsts, rows.ids, _in_words(values), some)
+                scatter_rows(addresses, firsts, rows.ids, in_words(values), some)
             elif field.dtype == "F32":
                 codec.decode_into(addresses, firsts, field.width, rows.ids, values, some)
             else:
@@ -138,23 +137,13 @@ class LiveTables:
         if len(kept):
             decoded = np.empty((len(kept), field.width), np.float32)
             codec.decode(np.ascontiguousarray(values[kept]), decoded)
-            scatter_rows(addresses, firsts, ids[kept], _in_words(from_float32(decoded, field.dtype)), _ALL)
+            scatter_rows(addresses, firsts, ids[kept], in_words(from_float32(decoded, field.dtype)), _ALL)
 
     def _check(self, group: int, ids: RowIds) -> None:
         """Ids become addresses, and they ascend."""
         rows = self._firsts[group][-1]
         if not (ids[0] >= 0 and ids[-1] < rows):
             raise CorruptCheckpoint(f"rows {ids[0]} to {ids[-1]} of a group of {rows}")
-
-
-def _in_words(values: Bytes2D) -> NDArray[np.unsignedinteger]:
-    """The same rows in words as long as they allow."""
-    return values.view(_word([values.shape[1]]).dtype)
-
-
-def _word(row_bytes: Iterable[int]) -> NDArray[np.unsignedinteger]:
-    """An empty array of the longest words of which all of these rows are made."""
-    return np.empty(0, f"u{math.gcd(8, *row_bytes)}")
 
 
 class _GatherPart:

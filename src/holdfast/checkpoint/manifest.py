@@ -22,7 +22,14 @@ from holdfast.checkpoint.chunk import OPEN, checksum
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.base import is_name
-from holdfast.errors import CorruptCheckpoint, ObjectMissing, StoreError
+from holdfast.errors import (
+    CorruptCheckpoint,
+    HoldfastError,
+    ObjectMissing,
+    StoreError,
+    StoreUnreachable,
+    UnsafeName,
+)
 
 FORMAT = 1
 FOLDER = "manifests/"
@@ -191,6 +198,32 @@ def numbers(store: Store) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
+def misplaced(store: Store) -> dict[int, str]:
+    """By number, what is wrong with names of manifests that are taken by something else."""
+    found = ((_NAME.fullmatch(name), name) for name in store.misplaced(FOLDER))
+    return {
+        int(match[1]): f"{store.url}: {name} is a folder, expected a manifest: remove it"
+        for match, name in found
+        if match
+    }
+
+
+def raise_if_unreachable(store: Store, error: HoldfastError) -> None:
+    """Raise what went wrong with an object if it is the store that does not answer.
+
+    An object that is missing or cannot be read is damage: something older may do in its place. A store that
+    is out of reach may be whole, and to go on with something older would lose what it holds.
+    """
+    if isinstance(error, StoreUnreachable):
+        raise error
+    if not isinstance(error, StoreError) or isinstance(error, ObjectMissing | UnsafeName):
+        return
+    try:
+        store.list(FOLDER)
+    except StoreError:
+        raise error from None
+
+
 def read(store: Store, number: int) -> Manifest:
     """Read one manifest."""
     name = name_of(number)
@@ -207,12 +240,16 @@ def read_newest(store: Store, complaints: list[str] | None = None) -> Manifest:
     """The newest manifest that is whole; EMPTY for a store with none at all.
 
     What is wrong with newer ones is appended to ``complaints``. Raises CorruptCheckpoint if there are
-    manifests and none can be read.
+    manifests and none can be read, StoreError if it is the store that does not answer.
     """
     for _ in range(_TRIES):
         problems: list[str] = []
         missing = False
-        for number in numbers(store):
+        strange = misplaced(store)
+        for number in sorted({*numbers(store), *strange}, reverse=True):
+            if number in strange:
+                problems.append(strange[number])
+                continue
             try:
                 manifest = read(store, number)
             except ObjectMissing as error:  # deleted by a writer since the listing: there are newer ones
@@ -220,6 +257,7 @@ def read_newest(store: Store, complaints: list[str] | None = None) -> Manifest:
                 missing = True
                 break
             except (CorruptCheckpoint, StoreError) as error:
+                raise_if_unreachable(store, error)
                 problems.append(str(error))
                 continue
             if complaints is not None:

@@ -11,7 +11,8 @@ Tables whose records look alike form a *group* and share one numbering: row ``i`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,6 +170,16 @@ class Rows:
         """The records at these positions."""
         # mode="clip" skips a check of all positions first, and copies each row as one block.
         return Rows(self.ids[positions], tuple(np.take(f, positions, 0, mode="clip") for f in self.fields))
+
+
+def in_words(values: Bytes2D) -> NDArray[np.unsignedinteger]:
+    """The same rows in words as long as they allow."""
+    return values.view(word([values.shape[1]]).dtype)
+
+
+def word(row_bytes: Iterable[int]) -> NDArray[np.unsignedinteger]:
+    """An empty array of the longest words of which all of these rows are made."""
+    return np.empty(0, f"u{math.gcd(8, *row_bytes)}")
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

@@ -7,7 +7,7 @@ several columns do, are they read as a whole before their rows are handed on.
 
 from __future__ import annotations
 
-import os
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,7 @@ from holdfast.checkpoint.chunk import DecodedPiece, Piece
 from holdfast.checkpoint.encoding import decode_rows
 from holdfast.checkpoint.live import FieldsOf, LiveTables
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
+from holdfast.checkpoint.overlay import Overlay, Plan, plan_overlay
 from holdfast.checkpoint.quantize import Flags
 from holdfast.checkpoint.records import Group, RowIds, Rows
 from holdfast.checkpoint.store import ObjectReader, Store
@@ -47,7 +48,6 @@ from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 MOST_OPEN = 256
 """Files of a version that are held open; a process may have 1024 in all, as a rule."""
 _AHEAD = 3
-_THREADS = min(4, os.cpu_count() or 1)
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
 Sink = Callable[[int, Rows], None]
@@ -156,7 +156,13 @@ class VersionReader:
         taker = sink if isinstance(sink, RowLoader) else _Decoder(sink)
         done = 0
         for pieces in self._split(self.pieces(baseline=baseline, born_after=born_after)):
-            for interleaved, batch in batches(pieces):
+            rest = pieces
+            if isinstance(taker, RowLoader):
+                plan = plan_overlay(pieces, self.stored_groups)
+                if plan.above:
+                    rest = plan.rest
+                    done += self._load_overlaid(taker, plan, born_after, on_progress, done)
+            for interleaved, batch in batches(rest):
                 if interleaved or not isinstance(taker, RowLoader):
                     for decoded in self._in_order(batch):
                         self._hand_on(taker, decoded, born_after)
@@ -170,6 +176,37 @@ class VersionReader:
         if positions is None or len(positions):
             taker.load(self.stored_groups[decoded.piece.group], decoded.piece.group, decoded.rows, positions)
 
+    def _load_overlaid(
+        self,
+        loader: RowLoader,
+        plan: Plan,
+        born_after: int,
+        on_progress: Callable[[int], None],
+        before: int,
+    ) -> int:
+        """Load the full version into live tables, with newer rows laid over it; how many bytes."""
+        wanted = list(stretches(plan.above, by_file=True))
+        ends = list(itertools.accumulate(stretch.bytes for stretch in wanted))
+        buffer = np.empty(ends[-1], np.uint8)
+        overlay = Overlay(plan.base)
+        lock = threading.Lock()
+        read = 0
+
+        def keep(job: tuple[Stretch, int]) -> None:
+            nonlocal read
+            stretch, end = job
+            for decoded in read_stretch(stretch, self.stored_groups, buffer[end - stretch.bytes : end]):
+                overlay.add(decoded, decoded.positions_at(self.version.version, born_after))
+            with lock:
+                read += stretch.bytes
+                on_progress(before + read)
+
+        run_all(keep, list(zip(wanted, ends, strict=True)))
+        overlay.finish()
+        self.bytes_read += read
+        self.pieces_read += len(plan.above)
+        return read + self._load(loader, plan.base, born_after, on_progress, before + read, overlay)
+
     def _load(
         self,
         loader: RowLoader,
@@ -177,18 +214,22 @@ class VersionReader:
         born_after: int,
         on_progress: Callable[[int], None],
         before: int,
+        overlay: Overlay | None = None,
     ) -> int:
         """Several threads read and write pieces into live tables, of lower rank first; how many bytes."""
         turns = Turns(stretches(pieces))
 
         def load(stretch: Stretch) -> None:
             decoded = read_stretch(stretch, self.stored_groups, thread_buffer(stretch.bytes))
+            if overlay is not None:
+                for piece in decoded:
+                    overlay.lay_over(piece.piece, piece.rows)
             turns.wait(stretch.rank)
             for piece in decoded:
                 self._hand_on(loader, piece, born_after)
             turns.finish(stretch, lambda loaded: on_progress(before + loaded))
 
-        run_all(load, turns.stretches, _THREADS, on_error=turns.give_up)
+        run_all(load, turns.stretches, on_error=turns.give_up)
         self.bytes_read += turns.loaded
         self.pieces_read += len(pieces)
         return turns.loaded

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +28,11 @@ from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.errors import CorruptCheckpoint
 
+Item = TypeVar("Item")
+
 # A stretch this long stays in the processor's cache between being read, checked and handed on.
 STRETCH_BYTES = 4 << 20
+THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,20 @@ def read_stretch(stretch: Stretch, groups: Sequence[Group], buffer: NDArray[np.u
         decoded.append(decode_piece(piece, data, groups[piece.group].fields, stretch.file.where))
         at += piece.length
     return decoded
+
+
+def by_size(items: Iterable[Item], bytes_of: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
+    """Items one after the other, as many together as are within a limit."""
+    together: list[Item] = []
+    size = 0
+    for item in items:
+        if together and size + bytes_of(item) > most_bytes:
+            yield together
+            together, size = [], 0
+        together.append(item)
+        size += bytes_of(item)
+    if together:
+        yield together
 
 
 def batches(
@@ -197,14 +216,11 @@ def thread_buffer(size: int) -> NDArray[np.uint8]:
 
 
 def run_all(
-    work: Callable[[Stretch], None],
-    stretches: Sequence[Stretch],
-    threads: int,
-    on_error: Callable[[], None],
+    work: Callable[[Item], None], items: Sequence[Item], on_error: Callable[[], None] = lambda: None
 ) -> None:
     """Do the work for each, begun in their order; raises the first error after all threads have stopped."""
-    with ThreadPoolExecutor(min(threads, max(len(stretches), 1)), "holdfast-read") as pool:
-        futures = [pool.submit(work, stretch) for stretch in stretches]
+    with ThreadPoolExecutor(min(THREADS, max(len(items), 1)), "holdfast-read") as pool:
+        futures = [pool.submit(work, item) for item in items]
         try:
             for future in futures:
                 future.result()

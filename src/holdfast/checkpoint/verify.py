@@ -17,7 +17,7 @@ from holdfast.checkpoint.manifest import DenseEntry, Era, FileEntry, Manifest, r
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.restore import find_version
 from holdfast.checkpoint.store import Store
-from holdfast.checkpoint.stretches import OpenFile, open_file
+from holdfast.checkpoint.stretches import OpenFile, by_size, open_file
 from holdfast.checkpoint.tools import leftover_files
 from holdfast.errors import CorruptCheckpoint, HoldfastError, NoSuchVersion, ObjectMissing, StoreError
 
@@ -177,6 +177,7 @@ def _check(store: Store, job: _Job) -> list[_Finding] | None:
     except ObjectMissing:
         return None
     except (CorruptCheckpoint, StoreError) as error:
+        manifests.raise_if_unreachable(store, error)
         return [_Finding(str(error), *everyone)]
 
 
@@ -192,7 +193,7 @@ def _check_dense(store: Store, entry: DenseEntry) -> None:
 
 
 def _check_pieces(file: OpenFile, groups: Sequence[Group]) -> Iterator[_Finding]:
-    for batch in _batches(file.pieces):
+    for batch in by_size(file.pieces, lambda piece: piece.length, _READ_BYTES):
         buffer = np.empty(sum(p.length for p in batch), np.uint8)
         file.read(batch, buffer)
         ends = list(itertools.accumulate(p.length for p in batch))
@@ -215,19 +216,6 @@ def _check_ids(
     ids = decode_piece(piece, data, group.fields, file.where).rows.ids
     if len(ids) and not (ids[0] >= 0 and ids[-1] < group.rows):
         raise CorruptCheckpoint(f"{file.where}: rows {ids[0]} to {ids[-1]} of a group of {group.rows}")
-
-
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        if batch and size + piece.length > _READ_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece.length
-    if batch:
-        yield batch
 
 
 def _report(

@@ -34,7 +34,14 @@ from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies.baselines import Baselines
 from holdfast.checkpoint.tracker import RowSet, Tracker
-from holdfast.errors import CheckpointError, HoldfastError, SaveFailed, StoreError
+from holdfast.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    HoldfastError,
+    ObjectMissing,
+    SaveFailed,
+    StoreError,
+)
 from holdfast.events import EventLog
 from holdfast.options import AutoBits, BitsChoice, Differential, Full, Policy
 
@@ -118,6 +125,7 @@ class Writer:
         self._under_way: _Outcome | None = None
         self._saved = threading.Event()
         self._tidy_error: BaseException | None = None
+        self._era_is_damaged = False
 
     def bind(self, tables: LiveTables) -> None:
         """Say what is to be saved. New groups begin a new era: the next version holds everything."""
@@ -280,7 +288,7 @@ class Writer:
             self._saved.wait()
 
     def _baseline_is_due(self) -> bool:
-        if not self._shard.base:
+        if not self._shard.base or self._era_is_damaged:
             return True
         return self._baselines.due(self._full_bytes(), self._shard.live_bytes())
 
@@ -380,6 +388,7 @@ class Writer:
         self._era = version.era
         if baseline:
             self._shard, self._encoder = shard, encoder
+            self._era_is_damaged = False
             self._say_bits()
         self._baselines.note(change.bytes, self._full_bytes(), seconds, baseline=baseline)
         self._apply(change)
@@ -393,6 +402,10 @@ class Writer:
             self._tidy_error = error
             log.warning("rearranging files of %s failed: %s", self.store.url, _text(error))
             self._emit("checkpoint_tidy_failed", version=number, error=_text(error))
+            if isinstance(error, CorruptCheckpoint | ObjectMissing):
+                # What is built upon a damaged file cannot be restored, and every round would meet it again.
+                log.warning("the next version of %s holds everything", self.store.url)
+                self._era_is_damaged = True
 
     def _clear_away(self) -> None:
         """Delete what a failed save has written: on a full disk the next one needs the space."""
@@ -430,7 +443,9 @@ class Writer:
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
         started, cpu = time.perf_counter(), time.thread_time()
         kept = [v.version for v in self.catalog.manifest.versions]
-        tidied = self._shard.tidy(self.store, number, [v for v in kept if v >= self._shard.base])
+        tidied = None
+        if not self._era_is_damaged:
+            tidied = self._shard.tidy(self.store, number, [v for v in kept if v >= self._shard.base])
         if tidied is not None:
             self.catalog.commit_round(self._era, [tidied])
             self._apply(tidied)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpoint.dense import decode_tree
-from holdfast.checkpoint.manifest import Manifest, Version, read_newest
+from holdfast.checkpoint.manifest import Manifest, Version, raise_if_unreachable, read_newest
 from holdfast.checkpoint.records import Rows
 from holdfast.checkpoint.restore import VersionReader, open_version
 from holdfast.checkpoint.shard import Shard
@@ -55,6 +55,7 @@ def find_resume(plan: JobPlan, on_progress: Callable[[int], None] = lambda done:
                     reader.verify(on_progress)
                     return _resume(plan, reader, tree, manifest, problems)
             except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
+                raise_if_unreachable(store, error)
                 problems.append(f"version {version.version}: {error}")
         if problems:
             raise CorruptCheckpoint(f"no version of {store.url} can be restored: {'; '.join(problems)}")

@@ -401,6 +401,43 @@ def _scatter_words(addresses, firsts, ids, values, positions):
         _copy_row(values, p, live, ids[p] - firsts[table])
 
 
+@njit(cache=True, nogil=True)
+def lay_over_rows(ids_at, positions_at, values_at, begins, ends, first, out):
+    """Copy the rows of several layers over those of ``out``, later layers over earlier ones.
+
+    Layer k has its ids at memory address ids_at[k], of which those from begins[k] to before ends[k] count; id
+    i is row i - first of ``out``. Its rows are at values_at[k], as wide as those of ``out``: the one of the
+    j-th id is the j-th, or, if there are positions at positions_at[k], the one that the j-th of these says.
+    All of them lie within their arrays: the caller's duty.
+    """
+    words = out.shape[1]
+    row_bytes = words * out.itemsize
+    layers = ids_at.shape[0]
+    for k in range(layers):
+        if k + 1 < layers:  # where the next one begins, nobody has been for a while
+            _prefetch(ids_at[k + 1] + begins[k + 1] * 8)
+            if positions_at[k + 1]:
+                _prefetch(positions_at[k + 1] + begins[k + 1] * 8)
+            else:
+                for j in range(_AHEAD):
+                    _prefetch_row(values_at[k + 1] + (begins[k + 1] + j) * row_bytes, row_bytes)
+        begin, end = begins[k], ends[k]
+        if begin == end:
+            continue
+        ids = carray(_pointer(ids_at[k]), end, np.int64)
+        values = carray(_pointer(values_at[k]), (end, words), out.dtype)
+        if positions_at[k]:
+            positions = carray(_pointer(positions_at[k]), end, np.int64)
+            for j in range(begin, end):
+                if j + _AHEAD < end:
+                    _prefetch_row(values_at[k] + positions[j + _AHEAD] * row_bytes, row_bytes)
+                _copy_row(values, positions[j], out, ids[j] - first)
+        else:
+            for j in range(begin, end):
+                _prefetch_row(values_at[k] + (j + _AHEAD) * row_bytes, row_bytes)
+                _copy_row(values, j, out, ids[j] - first)
+
+
 @njit(cache=True, nogil=True, inline="always")
 def _prefetch_row(address, row_bytes):
     """The lines of a row; of a long one the first few, behind which the processor runs on by itself."""

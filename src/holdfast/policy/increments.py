@@ -21,7 +21,7 @@ REWRITTEN_PER_SAVED = 2.7
 READ_PER_LIVE = 1.22
 """``chunked``: bytes that a restore reads for each byte that it needs (``bench checkpoint``)."""
 BEARABLE_AUC_LOSS = 1e-4
-"""What the thresholds of Check-N-Run's bits stay below (section 5.2.1): 0.01 %."""
+"""What the thresholds of ``AutoBits`` stay below (as in Check-N-Run, section 5.2.1): 0.01 %."""
 _MOST_INTERVALS = 100_000
 
 
@@ -160,7 +160,7 @@ def chunked_cycle(touches: Touches, interval_hours: float) -> int:
 
 
 def quantized_auc_loss(bits: int | None, restores: float) -> float:
-    """What so many restores from rows in so many bits cost in accuracy, at most, by Check-N-Run's thresholds.
+    """What so many restores from rows in so many bits cost in accuracy, at most, by ``AutoBits``' thresholds.
 
     Each restore is taken to cost as much as the next: 0.01 % for as many as the bits bear.
     """

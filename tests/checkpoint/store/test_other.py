@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from holdfast.checkpoint.store import Store, open_store
-from holdfast.errors import StoreError
+from holdfast.errors import StoreError, StoreUnreachable
 from holdfast.testing.stores import content_of, names_in
 
 
@@ -77,5 +77,20 @@ def test_every_other_failure_is_a_store_error_too(
     monkeypatch.setattr(type(fsspec.filesystem("memory")), operation, fail)
     with pytest.raises(StoreError, match="LostConnection: gone"):
         use_all()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("gone"), TimeoutError("gone"), OSError(errno.EHOSTUNREACH, "gone")]
+)
+def test_a_lost_connection_is_told_apart(
+    store: Store, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "find", fail)
+    with pytest.raises(StoreUnreachable, match="gone"):
+        store.list()
     monkeypatch.undo()
     assert names_in(store) == ["before"]

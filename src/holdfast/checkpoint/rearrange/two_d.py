@@ -22,7 +22,7 @@ from holdfast.checkpoint.records import Group, RowIds, Rows, join_rows
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies import two_d
 from holdfast.checkpoint.strategies.two_d import Chunk, ChunkList, Key, Place
-from holdfast.checkpoint.stretches import open_file
+from holdfast.checkpoint.stretches import by_size, open_file
 from holdfast.options import Chunked
 
 # A round holds what it moves in memory. One that moves more than this does it in several steps, each of
@@ -123,7 +123,8 @@ class TwoD:
     ) -> tuple[Written, ...]:
         """Write chunks to new files, each as a whole or as what is left of it and what is taken out."""
         files: tuple[Written, ...] = ()
-        for step in _steps(sorted(chunks, key=lambda chunk: (chunk.born, chunk.group, chunk.died))):
+        ordered = sorted(chunks, key=lambda chunk: (chunk.born, chunk.group, chunk.died))
+        for step in by_size(ordered, lambda chunk: chunk.bytes, STEP_BYTES):
             records = self._read_rows(store, step)
             left: list[NewPiece] = []
             out: list[NewPiece] = []
@@ -234,17 +235,3 @@ def _chunk(places: Sequence[Place], ids: RowIds | None) -> Chunk:
         places=tuple(places),
         filter=Bloom.of(ids) if ids is not None and died == OPEN else None,
     )
-
-
-def _steps(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks one after the other, as many together as may be in memory."""
-    step: list[Chunk] = []
-    size = 0
-    for chunk in chunks:
-        if step and size + chunk.bytes > STEP_BYTES:
-            yield step
-            step, size = [], 0
-        step.append(chunk)
-        size += chunk.bytes
-    if step:
-        yield step

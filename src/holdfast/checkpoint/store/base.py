@@ -12,6 +12,7 @@ Deleting is the reverse: first the published object, then, in a second ``delete(
 
 from __future__ import annotations
 
+import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,18 @@ LEASE_OBJECT = "writer.lease"
 RESERVED_NAMES = frozenset({LOCK_FILE, LEASE_OBJECT})
 
 PARTIAL_PREFIX = ".partial-"  # no object's name starts with a dot, so an unfinished file is never one
+
+
+_CONNECTION_LOST = {
+    errno.ENOTCONN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN,
+}  # fmt: skip
+
+
+def is_connection_lost(error: Exception) -> bool:
+    """Say whether an error is of the way to a store, not of anything in it."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno in _CONNECTION_LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +275,10 @@ class Store(ABC):
 
         Unfinished files and the writer's lock are not objects.
         """
+
+    def misplaced(self, prefix: str) -> Sequence[str]:
+        """Return the names that begin with ``prefix`` and are taken by what is no object, such as folders."""
+        return ()
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:

@@ -25,11 +25,12 @@ from holdfast.checkpoint.store.base import (
     byte_views,
     check_name,
     check_prefix,
+    is_connection_lost,
     is_name,
 )
 from holdfast.checkpoint.store.local_files import Entry, Files, split
 from holdfast.checkpoint.store.local_lock import LocalLock
-from holdfast.errors import AlreadyExists, ObjectMissing, StoreError
+from holdfast.errors import AlreadyExists, ObjectMissing, StoreError, StoreUnreachable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -52,6 +53,8 @@ def explain(error: OSError, doing: str, what: str) -> StoreError:
         return StoreError(f"no permission to {doing} {what} ({reason}): check its owner, mode and mount")
     if error.errno in _NO_LINKS:
         return StoreError(f"could not {doing} {what}: its file system has no hard links: use another folder")
+    if is_connection_lost(error):
+        return StoreUnreachable(f"could not {doing} {what} ({reason}): check the network and the mount")
     return StoreError(f"could not {doing} {what} ({reason}): check the disk, then try again")
 
 
@@ -158,13 +161,16 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         """List files by prefix; see `Store.list`. A link or device among them is refused by name."""
-        folder = split(check_prefix(prefix))[0]
-        found: list[ObjectInfo] = []
-        with _explained("list", f"the store {self.url}"):
-            for name, entry in self._walk(folder):
-                if name.startswith(prefix) and is_name(name) and not entry.is_folder:
-                    found.append(ObjectInfo(name, entry.size, entry.modified))
+        found = [
+            ObjectInfo(name, entry.size, entry.modified)
+            for name, entry in self._named(prefix)
+            if not entry.is_folder
+        ]
         return sorted(found, key=lambda info: info.name)
+
+    def misplaced(self, prefix: str) -> Sequence[str]:
+        """Return the folders by prefix; see `Store.misplaced`."""
+        return sorted(name for name, entry in self._named(prefix) if entry.is_folder)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files and sync their folders; see `Store.delete`."""
@@ -194,6 +200,13 @@ class LocalStore(Store):
     def close(self) -> None:
         """Let go of the folder."""
         self._files.close_root()
+
+    def _named(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        folder = split(check_prefix(prefix))[0]
+        with _explained("list", f"the store {self.url}"):
+            for name, entry in self._walk(folder):
+                if name.startswith(prefix) and is_name(name):
+                    yield name, entry
 
     @contextmanager
     def _creating(self, name: str) -> Iterator[None]:

@@ -26,10 +26,11 @@ from holdfast.checkpoint.store.base import (
     byte_views,
     check_name,
     check_prefix,
+    is_connection_lost,
     is_name,
 )
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
-from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError
+from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError, StoreUnreachable
 
 try:
     import fsspec
@@ -56,9 +57,8 @@ def _explained(doing: str, what: str) -> Iterator[None]:
         raise StoreError(f"no permission to {doing} {what} ({error}): check the credentials") from error
     except Exception as error:
         # Each file system behind fsspec raises errors of its own, so all of them are taken.
-        raise StoreError(
-            f"could not {doing} {what} ({type(error).__name__}: {error}): try again later"
-        ) from error
+        kind = StoreUnreachable if is_connection_lost(error) else StoreError
+        raise kind(f"could not {doing} {what} ({type(error).__name__}: {error}): try again later") from error
 
 
 class FsspecReader(ObjectReader):

@@ -25,7 +25,7 @@ from holdfast.checkpoint.store.base import (
     is_name,
 )
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
-from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError
+from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError, StoreUnreachable
 
 try:
     import obstore
@@ -123,7 +123,7 @@ def _explain(error: Exception, doing: str, what: str) -> StoreError:
     if "404 Not Found" in reason:
         return StoreError(f"could not {doing} {what}: there is no such bucket, make it first ({reason})")
     if "HTTP error" in reason:
-        return StoreError(
+        return StoreUnreachable(
             f"lost the connection while trying to {doing} {what}, also after retries: "
             f"check the endpoint and the network, then try again ({reason})"
         )

@@ -32,6 +32,8 @@ from holdfast.checkpoint.records import Rows
 # A piece should be worth a read of its own: smaller ones are put together with their neighbours.
 SMALLEST_PIECE_BYTES = 512 << 10
 _WIDER = 4
+# How much more than it needs of the live files a version may have to read.
+_LIVE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +82,16 @@ def arrange(
     record_bytes = sum(f.shape[1] for f in lives.rows.fields)
     least_rows = max(1, SMALLEST_PIECE_BYTES // max(record_bytes, 1))
     current = lives.died == OPEN
-    live = _pieces(group, lives.take(current), version, base, round_versions, least_rows)
-    history = _pieces(group, lives.take(~current), LAST, base, round_versions, least_rows)
-    return live, history
+    live, history = lives.take(current), lives.take(~current)
+    return (
+        _pieces(group, live, version, _live_keys(live.born, least_rows)),
+        _pieces(group, history, LAST, _history_keys(history, base, round_versions, least_rows)),
+    )
 
 
-def _pieces(
-    group: int, lives: Lives, rank: int, base: int, round_versions: int, least_rows: int
-) -> list[NewPiece]:
+def _pieces(group: int, lives: Lives, rank: int, keys: NDArray[np.int64]) -> list[NewPiece]:
     if not len(lives.rows):
         return []
-    keys = _piece_keys(lives, base, round_versions, least_rows)
     # By piece, then by id: ids must ascend within a piece, and rows that lie together are written together.
     order = np.lexsort((lives.rows.ids, keys))
     rows, born, died = lives.rows.take(order), lives.born[order], lives.died[order]
@@ -108,14 +109,33 @@ def _pieces(
     ]
 
 
-def _piece_keys(lives: Lives, base: int, round_versions: int, least_rows: int) -> NDArray[np.int64]:
-    """A number for the piece of each record, ascending by birth.
+def _live_keys(born: NDArray[np.int32], least_rows: int) -> NDArray[np.int64]:
+    """A number for the piece of each current record, ascending by birth.
+
+    An older version reads on to the end of the piece with its own births: that is to be a small share of what
+    it needs anyway. Beyond that the fewer pieces the better, each goes through the tables once.
+    """
+    versions, which, counts = np.unique(born, return_inverse=True, return_counts=True)
+    number = np.zeros(len(versions), np.int64)
+    before = inside = 0
+    for i, count in enumerate(counts.tolist()):
+        if inside and inside + count > max(least_rows, int(_LIVE_SHARE * before)):
+            before, inside = before + inside, 0
+            number[i:] += 1
+        inside += count
+    return number[which]
+
+
+def _history_keys(lives: Lives, base: int, round_versions: int, least_rows: int) -> NDArray[np.int64]:
+    """A number for the piece of each dead record, ascending by birth.
 
     A piece for each (born, died); where that would be small, for (born, bucket of died); where that too would
     be small, for (bucket of born, bucket of died), with buckets of ever more versions.
     """
+    if not len(lives.rows):
+        return np.empty(0, np.int64)
     born = (lives.born - base).astype(np.int64)
-    died = np.where(lives.died == OPEN, 0, lives.died - base).astype(np.int64)
+    died = (lives.died - base).astype(np.int64)
     levels = [(born, died), (born, _bucket(died, round_versions))]
     size = round_versions
     while size < 2 * round_versions or size <= int(born.max()):

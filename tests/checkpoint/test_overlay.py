@@ -1,0 +1,68 @@
+"""Newer rows that are laid over the full version on its way into the tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint import overlay, stretches
+from holdfast.checkpoint.restore import VersionReader
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.strategies import rounds
+from holdfast.options import Incremental, Policy
+from tests.checkpoint.lineage import QUANTIZED, STRATEGIES, Lineage, QuickFiles, check_store
+
+
+@pytest.mark.parametrize("options", [{}, QUANTIZED], ids=["raw", "quantized"])
+@pytest.mark.parametrize("limit", [0, 60, 200, 10**6])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=str)
+def test_whatever_fits_into_memory_every_version_is_the_same(
+    tmp_path: Path, strategy: Any, limit: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    monkeypatch.setattr(stretches, "STRETCH_BYTES", 100)
+    monkeypatch.setattr(overlay, "LEAST_LIMIT_BYTES", limit)
+    monkeypatch.setattr(overlay, "LIMIT_SHARE", 0.0)
+    plans: list[overlay.Plan] = []
+    load = VersionReader._load_overlaid
+
+    def counted(self: VersionReader, loader: Any, plan: overlay.Plan, *rest: Any) -> int:
+        plans.append(plan)
+        return load(self, loader, plan, *rest)
+
+    monkeypatch.setattr(VersionReader, "_load_overlaid", counted)
+    with LocalStore(tmp_path, create=True, files=QuickFiles()) as store:
+        line = Lineage(store, Policy(strategy=strategy, **options))
+        for _ in range(9):
+            line.train()
+            line.save()
+        line.writer.close()
+        check_store(store, on_grids=line.on_grids)
+    if limit in (0, 10**6):
+        assert bool(plans) == (limit > 0)
+        assert not any(plan.rest for plan in plans)
+    elif strategy == Incremental():
+        assert any(plan.above and plan.rest for plan in plans)
+
+
+def test_a_full_version_with_gaps_is_left_alone() -> None:
+    """As of a shard that holds every second row."""
+
+    class Range:
+        def __init__(self, first: int, last: int, ids: str = "range") -> None:
+            self.first_id, self.last_id, self.ids = first, last, ids
+
+    whole: Any = [Range(4, 9), Range(0, 3)]
+    assert overlay._covers(whole, 10)
+    for pieces, rows in [
+        (whole, 11),
+        (whole[:1], 10),
+        (whole[1:], 10),
+        ([Range(0, 9, "rice")], 10),
+        ([Range(0, 3), Range(0, 3), Range(4, 9)], 10),
+        ([], 0),
+        ([], 10),
+    ]:
+        assert not overlay._covers(pieces, rows)  # type: ignore[arg-type]
