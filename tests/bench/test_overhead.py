@@ -12,20 +12,32 @@ from holdfast.bench.overhead import CODED, FULL, KS, OTHERS, QUICK, Case, Mode, 
 from holdfast.bench.proportion import interval_seconds
 
 
-def test_every_claimed_figure() -> None:
+def measured(*sides: tuple[Mode, int]) -> Report:
     report = Report("overhead", quick=True, console=Console(file=io.StringIO()))
-    sides: tuple[tuple[Mode, int], ...] = (("none", 0), ("checkpointer", 0), ("ecrm", 2))
     measure(report, Scale(2000, 0.3, 1, (Case("kaggle", "momentum", sides, rounds=1, servers=3),)))
+    return report
+
+
+@pytest.mark.soak
+def test_checkpoints_are_measured() -> None:
+    report = measured(("none", 0), ("checkpointer", 0))
     figures = report.figures
-    names = ["ecrm.k2", "checkpointer.k2", "checkpointer.k4"]
-    assert {f"overhead.kaggle.momentum.{name}.percent" for name in names} <= figures.keys()
-    for name in ("none", *names):
-        for place in ("server", "worker"):
-            assert figures[f"overhead.kaggle.momentum.{name}.cpu_ms.{place}"] > 0
+    for k in KS:
+        assert f"overhead.kaggle.momentum.checkpointer.k{k}.percent" in figures
     assert figures["overhead.kaggle.momentum.pause_seconds"] > 0
     (raw,) = (value for name, value in report.raw.items() if name.startswith("overhead."))
     assert raw["checkpointer"]["versions"] == [1]  # a window begins with a save, and has no other
     assert raw["none"]["versions"] == [0]
+
+
+def test_every_figure_of_a_code() -> None:
+    report = measured(("none", 0), ("ecrm", 2))
+    figures = report.figures
+    names = ["ecrm.k2"]
+    assert {f"overhead.kaggle.momentum.{name}.percent" for name in names} <= figures.keys()
+    for name in ("none", *names):
+        for place in ("server", "worker"):
+            assert figures[f"overhead.kaggle.momentum.{name}.cpu_ms.{place}"] > 0
     # Counts do not depend on the machine. The network, which ECRM copies to nobody, is large beside such
     # small tables.
     assert figures["memory.replication.k2.percent"] == pytest.approx(100, abs=1)

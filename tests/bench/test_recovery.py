@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from holdfast.bench import recovery
@@ -15,6 +17,16 @@ CLAIMED = {
 }  # fmt: skip
 
 
+def test_a_death_is_measured() -> None:
+    scale = replace(recovery.QUICK, ks=(2,))
+    with recovery.Victims(recovery._config(scale, 2000, 2)) as victims:
+        death = victims.death(0.3)
+    assert 0 < death.rows_seconds <= death.full_seconds
+    assert death.resume_seconds > 0
+    assert death.before > 0
+
+
+@pytest.mark.soak
 def test_every_claimed_figure() -> None:
     report = Report("recovery", quick=True, console=Console(file=io.StringIO()))
     recovery.measure(report, recovery.Scale(

@@ -50,7 +50,8 @@ class Killer:
         self.killed = 0
 
     def __call__(self, status: Status) -> None:
-        whole = all(node.state == "ready" for node in status.nodes if node.peer.role == "server")
+        ready = all(node.state == "ready" for node in status.nodes if node.peer.role == "server")
+        whole = ready and not status.degraded  # parities, too: as many as the code covers may die again then
         if not self._turns or status.steps < self._next or not whole:
             return
         self._next = status.steps + self._every
@@ -111,13 +112,13 @@ def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
 
 def test_more_deaths_than_the_code_covers(tmp_path: Path) -> None:
     """Hole 17: said, never guessed; with a checkpoint the job goes back to it, and batches count once."""
-    batches = 1500
+    batches = 700
     settings = [
         *COUNTING,
         f"data.arguments={{batches: {batches}}}",
         "job.servers=4",
         "job.protection={kind: erasure-code, k: 2, r: 1}",
-        "job.kill=['server:1@step:300', 'server:2@step:300', 'server:3@step:300']",
+        "job.kill=['server:1@step:200', 'server:2@step:200', 'server:3@step:200']",
     ]
     with pytest.raises(hf.DataLoss, match=r"more servers have died than a code of 2 \+ 1 covers"):
         hf.Job.from_config(load(None, [*settings, f"run={tmp_path / 'one'}"])).run()
@@ -133,7 +134,7 @@ def test_more_deaths_than_the_code_covers(tmp_path: Path) -> None:
 
 def test_a_server_that_was_stopped_and_wakes_up_replaced(tmp_path: Path) -> None:
     """Hole 15: nothing that it does then counts."""
-    batches = 1500
+    batches = 900
     values = [
         *COUNTING,
         f"data.arguments={{batches: {batches}}}",

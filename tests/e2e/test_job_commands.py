@@ -79,7 +79,7 @@ def test_a_server_that_dies_ends_the_job_with_a_sentence(tmp_path: Path) -> None
 def test_a_protected_server_that_dies_is_replaced_while_training_goes_on(tmp_path: Path) -> None:
     more = ["--protect", "2+1", "--set", "job.compare_recovered=true", "--set", "plot=true"]
     done = holdfast(
-        "train", *JOB, "--servers", "3", *more, "--set", "data.samples=200000", "--kill", "server:1@step:60",
+        "train", *JOB, "--servers", "3", *more, "--set", "data.samples=100000", "--kill", "server:1@step:60",
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -89,7 +89,7 @@ def test_a_protected_server_that_dies_is_replaced_while_training_goes_on(tmp_pat
         "server 1 was killed by signal 9: its rows are recovered while training goes on",
         "training goes on after",
         "all rows and parities are there again after",
-        "finished after 1,563 steps, 200,000 samples",
+        "finished after 782 steps, 100,000 samples",
         "bit-exact (",
         "compared with the memory of the process that died",
         "while redundancy was lacking",
@@ -102,7 +102,7 @@ def test_a_protected_server_that_dies_is_replaced_while_training_goes_on(tmp_pat
     states = [e["redundancy"]["state"] for e in events if e["event"] == "progress"]
     assert (states[0], states[-1]) == ("healthy", "healthy")
     finished = events[-1]
-    assert (finished["steps"], finished["servers_replaced"]) == (1563, 1)
+    assert (finished["steps"], finished["servers_replaced"]) == (782, 1)
     (failure,) = finished["failures"]
     assert failure["rows"] >= failure["compared"] > 0
     assert failure["unequal"] == 0

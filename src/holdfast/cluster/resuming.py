@@ -98,13 +98,17 @@ def read_tree(reader: VersionReader) -> Any:
     return decode_tree(reader.dense(), f"{reader.store.url}: {reader.version.dense.name}")
 
 
-def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, version: int) -> Version:
-    """Read the rows of one server, whatever servers saved them; all of them count as changed then."""
+def restore_rows(
+    plan: JobPlan, shards: Sequence[GroupShard], store: Store, version: int, *, own_files: bool = False
+) -> Version:
+    """Read the rows of one server, whatever servers saved them; all of them count as changed then.
+
+    With ``own_files``, all of them are known to be in files of its own slot.
+    """
     with open_version(store, version) as reader:
         tree = read_tree(reader)
         check_fit(plan, reader.groups, tree)
-        own = reader.version.metadata.get("job") == plan.job
-        if own or (plan.resume is not None and plan.resume.same_servers):
+        if own_files or (plan.resume is not None and plan.resume.same_servers):
             reader.files = [f for f in reader.files if f.entry.shard == shards[0].server]
         reader.read_rows(lambda group, rows: _put(shards[group], rows))
         network = network_records(plan, tree)
@@ -121,12 +125,11 @@ def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> int:
     Versions that are damaged are passed over. What is passed over, and why, goes to the server's log.
     """
     for version in reversed(read_newest(store).versions):
-        if version.metadata.get("job") != plan.job and (
-            plan.resume is None or version.version > plan.resume.version
-        ):
+        own = version.metadata.get("job") == plan.job
+        if not own and (plan.resume is None or version.version > plan.resume.version):
             continue  # of another job's that has begun since
         try:
-            restore_rows(plan, shards, store, version.version)
+            restore_rows(plan, shards, store, version.version, own_files=own)
             return version.version
         except (CorruptCheckpoint, NoSuchVersion) as error:
             log.warning("version %d is passed over: %s", version.version, error)
