@@ -65,4 +65,4 @@ def test_a_full_version_with_gaps_is_left_alone() -> None:
         ([], 0),
         ([], 10),
     ]:
-        assert not overlay._covers(pieces, rows)  # type: ignore[arg-type]
+        assert not overlay._covers(pieces, rows)
