@@ -73,8 +73,8 @@ def asked_and_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
         else:
             send(self, envelope)
 
-    def cut_and_die(self: Any, version: int, *, baseline: bool) -> None:
-        cut(self, version, baseline=baseline)
+    def cut_and_die(self: Any, version: int, *, baseline: bool, whole: bool) -> None:
+        cut(self, version, baseline=baseline, whole=whole)
         if version == 3 and len(cluster.keepers) == 1 and cluster.supervisor.me in cluster.network.nodes:
             cluster._end_supervisor()
 
