@@ -71,6 +71,8 @@ from holdfast.tables.shard import GroupShard
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
 """A group, places of its rows, and their gradients."""
 _NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
+_MOST_EARLY = 256
+"""Messages that are kept for a server's start; whoever gets no answer asks again."""
 _prepared = False
 
 
@@ -166,6 +168,7 @@ class Server:
         self._pushed_at = [0.0] * plan.workers
         self._waiting: dict[tuple[Peer, str, int], Envelope] = {}
         self._changed = False
+        self._early: list[Envelope] = []
         self.protection: Protection | None = None
         self.recovery: Recovery | None = None
         if plan.r:
@@ -204,6 +207,10 @@ class Server:
             answer, frames = Refused("malformed"), ()
         if isinstance(envelope.message, View):
             self.beat(now)
+            if self.started.epoch:
+                early, self._early = self._early, []
+                for each in early:
+                    self.receive(each, now)
         elif answer is not None and envelope.source.role != "server":
             self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
 
@@ -294,7 +301,9 @@ class Server:
         if isinstance(message, View):
             self._adopt(message)
         elif not self.started.epoch:
-            return None, ()  # its turn has not come
+            if len(self._early) < _MOST_EARLY:  # whoever sent it has heard sooner that this server starts
+                self._early.append(envelope)
+            return None, ()
         elif isinstance(message, Pull):
             return self._pull(envelope, message)
         elif isinstance(message, Push):
