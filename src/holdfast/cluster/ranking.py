@@ -60,8 +60,7 @@ class Ranking:
         """Which of these rows, all that have changed, are to be saved now."""
         first = np.zeros(len(self._shard.records), np.bool_)
         first[self._priority.choose()] = True
-        small = ~self._large[np.searchsorted(self._ends, rows, "right")]
-        chosen: NDArray[np.bool_] = first[self._places(rows)] | small
+        chosen: NDArray[np.bool_] = first[self._places(rows)] | ~self._ranked(rows)
         return chosen
 
     def saved(self, rows: NDArray[np.int64]) -> None:
@@ -70,7 +69,11 @@ class Ranking:
 
     def failed(self, rows: NDArray[np.int64]) -> None:
         """They did not get to the store."""
-        self._priority.failed(self._places(rows))
+        self._priority.failed(self._places(rows[self._ranked(rows)]))
+
+    def _ranked(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        ranked: NDArray[np.bool_] = self._large[np.searchsorted(self._ends, rows, "right")]
+        return ranked
 
     def _places(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._shard.placement.place(rows)

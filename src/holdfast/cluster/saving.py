@@ -205,12 +205,16 @@ class ShardSaver:
         save, self._save = self._save, None
         if save is None:
             return False
+        self._mark_again(save)
+        tidying = save.tidy_asked and not (save.tidied and save.tidy is None)
+        return not save.error and (not save.committed or tidying)
+
+    def _mark_again(self, save: _Save) -> None:
+        """What a save has taken goes into the next one."""
         for shard, rows in zip(self._shards, save.taken, strict=False):
             shard.mark(rows)
         for ranking, rows in zip(self._rankings, save.taken, strict=False):
             ranking.failed(rows)
-        tidying = save.tidy_asked and not (save.tidied and save.tidy is None)
-        return not save.error and (not save.committed or tidying)
 
     def _copy(self, save: _Save) -> None:
         save.taken = []
@@ -231,8 +235,7 @@ class ShardSaver:
                 network = self._shards[-1]
                 save.network = network.records[self._placements[-1].place(_own_rows(network))]
         except BaseException:
-            for shard, rows in zip(self._shards, save.taken, strict=True):
-                shard.mark(rows)
+            self._mark_again(save)
             save.taken = []
             raise
 
