@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.cluster.planning import plan_job
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.policy.planner import plan
 from holdfast.policy.protections import KINDS
@@ -131,15 +132,24 @@ def test_the_planned_configuration_can_be_loaded(tmp_path: Path) -> None:
     assert alone.checkpoint.path == "checkpoints"
 
 
-def test_quantized_rows_and_intervals_are_what_a_job_takes(tmp_path: Path) -> None:
-    question = read_question(Given(**SIZED))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_can_be_made_of_every_kind_that_is_planned(kind: str, tmp_path: Path) -> None:
+    base = tmp_path / "job.yaml"
+    base.write_text(SMALL)
+    question = read_question(Given(config=base, mtbf="20h", servers=6))
+    found = plan(question.situation, among=[kind])
     out = tmp_path / "planned.yaml"
-    for kind in ("full", "differential", "chunked"):
-        found = plan(question.situation, among=[kind])
-        write_configuration(found, None, out, None, force=True)
-        checkpoint = load(out).checkpoint
-        assert checkpoint is not None
-        assert checkpoint.policy.keep == 2
+    write_configuration(found, question.config, out, str(tmp_path / "store"), force=True)
+    config = load(out)
+    job = plan_job(config)
+    assert job.servers == 6
+    assert (job.r, bool(job.partial)) == {
+        "ecrm": (1, False), "ecrec": (1, False), "replication": (1, False), "partial": (0, True),
+    }.get(kind, (0, False))  # fmt: skip
+    assert (job.saving is None) == (kind == "none")
+    if kind in ("full", "differential", "chunked"):
+        assert config.checkpoint is not None
+        assert config.checkpoint.policy.keep == 2
 
 
 def test_speeds_are_measured_and_leave_nothing_behind(
