@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import holdfast as hf
 from holdfast.cluster.launch.local import LocalLauncher
 from holdfast.cluster.plan import JobPlan, Timing
 from holdfast.cluster.planning import plan_job
@@ -71,6 +72,26 @@ def test_going_back_altogether_where_that_costs_less(tmp_path: Path) -> None:
     assert "full recovery" in plan.partial_reason
     assert plan.saving is not None
     assert plan.saving.config.every_seconds == pytest.approx(464.8, abs=0.1)
+
+
+def test_the_whole_job_goes_back_and_says_why(tmp_path: Path) -> None:
+    batches = 300
+    values = [
+        *COUNTING,
+        f"data.arguments={{batches: {batches}}}",
+        f"checkpoint={{path: '{tmp_path / 'store'}', every_steps: 50}}",
+        "job.servers=2",
+        "job.protection={kind: partial, target_pls: 0.0001, mtbf_hours: 0.5, save_seconds: 60}",
+        "job.kill=['server:1@step:150']",
+        f"run={tmp_path / 'r'}",
+    ]
+    config = load(None, values)
+    result = hf.Job.from_config(config).run()
+    (loss,) = result.losses
+    assert "full recovery" in loss
+    assert result.pls == 0
+    assert result.steps == batches
+    assert np.array_equal(counted(plan_job(config), tmp_path / "store"), expected(batches)), "nothing is lost"
 
 
 def test_the_target_says_how_often_to_save(tmp_path: Path) -> None:

@@ -76,3 +76,23 @@ def test_nothing_is_compiled_once_the_job_runs(name: Any) -> None:
     assert [type(answer) for answer in answers] == [Rows, Pushed] * 9
     assert all(answer.applied for answer in answers if isinstance(answer, Pushed))
     assert compiled() == before
+
+
+def test_what_comes_before_the_start_is_answered_with_it() -> None:
+    """A worker may hear sooner than a server that it starts; it would ask again only after a second."""
+    group = GroupPlan(
+        name="t", dim=12, tables=(TablePlan("t", 5),), optimizer=OptimizerPlan(name="sgd", lr=0.1)
+    )
+    plan = JobPlan(job="j", seed=1, groups=(group, group), servers=1, workers=1)
+    server = Server(Peer("server", 0, 1), plan)
+    worker = Peer("worker", 0, 1)
+    parts = (Part(0, 5),)
+    push = Push(1, Position(0, 0), 8, parts, stage=False)
+    server.receive(Envelope(worker, server.me, Pull(7, parts), [PLACES]), 0.0)
+    server.receive(Envelope(worker, server.me, push, [PLACES, VALUES]), 0.1)
+    assert not [e for e in server.outbox if e.target == worker]
+    servers = (ServerInView(0, 1, starts=True, since=ViewNumber(1)),)
+    view = View(ViewNumber(1), "running", servers, (WorkerInView(0, 1, starts=True),))
+    server.receive(Envelope(Peer("supervisor"), server.me, view), 0.2)
+    assert [type(e.message) for e in server.outbox if e.target == worker] == [Rows, Pushed]
+    assert server.pushes == 1

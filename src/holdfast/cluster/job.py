@@ -404,9 +404,12 @@ class Runner:
                 f"without them; {self._cure(status)} (logs: {logs})"
             )
         if kind == "lost":
+            why = f"more servers have died than a code of {self.plan.k} + {self.plan.r} covers"
+            if self.plan.partial:
+                why = self.plan.partial_reason if self.plan.partial == "full" else "no server is left"
             return DataLoss(
-                f"{peer} {text} after {status.steps:,} steps: more servers have died than a code of "
-                f"{self.plan.k} + {self.plan.r} covers; {self._cure(status, by_itself=True)} (logs: {logs})"
+                f"{peer} {text} after {status.steps:,} steps: {why}; {self._cure(status, by_itself=True)} "
+                f"(logs: {logs})"
             )
         if kind == "worker":
             return WorkerFailed(

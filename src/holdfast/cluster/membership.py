@@ -28,6 +28,7 @@ from holdfast.cluster.messages import (
     Message,
     Peer,
     Position,
+    Redundancy,
     Role,
     Saved,
     ServerInView,
@@ -180,8 +181,6 @@ class Supervisor:
         """Cuts that all servers have copied; whoever saves takes them out."""
         self.tests: list[Evaluation] = []
         self.finished = False
-        self.samples_of: dict[int, int] = {}
-        """Samples that are in versions that this supervisor made."""
         self._storage = storage
         self._test_every = test_every
         self._keeper = keeper
@@ -425,17 +424,15 @@ class Supervisor:
         server.stage = "settling"
         server.since_view = self.view.number
 
-    def _note_rollback(self, server: _ServerMember, version: int, rows: int, now: float) -> None:
+    def _note_rollback(self, server: _ServerMember, back: Redundancy, now: float) -> None:
         """Say what was lost when a server's rows went back to a version."""
-        resume = self.plan.resume
-        known = self.samples_of | ({resume.version: resume.samples} if resume else {})
-        lost = max(0, server.samples_then - known.get(version, 0))
+        lost = max(0, server.samples_then - back.version_samples)
         self._samples_lost += lost
         done = self._done()
         pls = done and self._samples_lost * done / self.samples() / self.plan.servers
         self._say(
-            "server_rolled_back", server, version=version, rows=rows, samples_lost=lost, pls=pls,
-            after_seconds=_since(server.lost_at, now),
+            "server_rolled_back", server, version=back.version, rows=back.recovered, samples_lost=lost,
+            pls=pls, after_seconds=_since(server.lost_at, now),
         )  # fmt: skip
 
     def _done(self) -> float | None:
@@ -465,7 +462,7 @@ class Supervisor:
             server.deaths = 0
             seconds = _since(server.lost_at, now)
             if redundancy.version >= 0:
-                self._note_rollback(server, redundancy.version, redundancy.recovered, now)
+                self._note_rollback(server, redundancy, now)
                 return
             found = {"compared": redundancy.compared, "unequal": redundancy.unequal}
             said = found if self.plan.compare_recovered else {}
@@ -516,7 +513,6 @@ class Supervisor:
         elif all(s.stage == "started" and s.beat and s.beat.cut >= cut.version for s in self.servers):
             # Nobody has gone on yet, so these beats say what is in the cut.
             cut.steps, cut.samples = self.steps(), self.samples()
-            self.samples_of[cut.version] = cut.samples
             self.cut = None
             self.cuts_made.append(cut)
             if self.view.phase == "holding":

@@ -275,6 +275,8 @@ class Redundancy(Struct, frozen=True, array_like=True):
     unequal: int = 0
     version: int = -1
     """The version that its rows went back to, of partial recovery; 0: to first values; -1: they did not."""
+    version_samples: int = 0
+    """Samples that the job had been trained on by then."""
 
 
 class Figures(Struct, frozen=True, array_like=True):

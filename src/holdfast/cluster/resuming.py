@@ -19,6 +19,7 @@ from holdfast.checkpoint.records import Rows
 from holdfast.checkpoint.restore import VersionReader, open_version
 from holdfast.checkpoint.shard import Shard
 from holdfast.checkpoint.store import Store, open_store
+from holdfast.cluster.messages import Redundancy
 from holdfast.cluster.plan import JobPlan, Resume
 from holdfast.cluster.stored import check_fit, encoder_of, job_state, network_records, saving_of
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, StoreError
@@ -119,24 +120,31 @@ def restore_rows(
         return reader.version
 
 
-def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> int:
-    """Put a server's rows back to what was last saved of them: the version that was; 0: their first values.
+def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> Redundancy:
+    """Put a server's rows back to what was last saved of them, or else to their first values, and say so.
 
     Versions that are damaged are passed over. What is passed over, and why, goes to the server's log.
+
+    Raises:
+        StoreUnreachable: the store does not answer.
     """
+    rows = sum(shard.rows for shard in shards[:-1])
     for version in reversed(read_newest(store).versions):
         own = version.metadata.get("job") == plan.job
         if not own and (plan.resume is None or version.version > plan.resume.version):
             continue  # of another job's that has begun since
         try:
             restore_rows(plan, shards, store, version.version, own_files=own)
-            return version.version
-        except (CorruptCheckpoint, NoSuchVersion) as error:
+            return Redundancy(
+                recovered=rows, version=version.version, version_samples=version.metadata.get("samples", 0)
+            )
+        except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
+            raise_if_unreachable(store, error)
             log.warning("version %d is passed over: %s", version.version, error)
     for shard in shards:
         shard.records[:] = 0
         shard.fill()
-    return 0
+    return Redundancy(recovered=rows, version=0)
 
 
 def _put(shard: GroupShard, rows: Rows) -> None:

@@ -154,9 +154,8 @@ class Server:
         self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
         self._endpoint = endpoint
         self.restoring = False
-        self.rolled_back_to = -1
-        """The version that rows went back to, as ``Redundancy.version``, and how many of them."""
-        self.rolled_back_rows = 0
+        self.rolled_back = Redundancy()
+        """Of partial recovery: what the rows went back to."""
         self.error = ""
         self.saver = saver
         self._takes_first_values = fresh or plan.dense == "workers"
@@ -264,7 +263,7 @@ class Server:
     def redundancy(self) -> Redundancy:
         """What is still to be brought back."""
         if self.protection is None:
-            return Redundancy(recovered=self.rolled_back_rows, version=self.rolled_back_to)
+            return self.rolled_back
         recovery, rebuilding = self.recovery, self.rebuilding
         return Redundancy(
             rows=recovery.left if recovery else 0,
@@ -575,8 +574,7 @@ def _prepare(server: Server) -> None:
                 saver.resume(version)
         if server.me.incarnation > 1:
             if plan.partial:
-                server.rolled_back_to = roll_back(plan, shards, store)
-                server.rolled_back_rows = sum(shard.rows for shard in shards[:-1])
+                server.rolled_back = roll_back(plan, shards, store)
             for shard in shards:  # what its predecessor had marked went with it
                 shard.mark_all()
         server.saver = saver
