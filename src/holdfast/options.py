@@ -275,6 +275,8 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
         recovery_share: how much of the time that may take: 1 is as fast as it can.
         scrub_seconds: how long it is to take to check all parities while training runs, over and over; 0:
             they are not checked.
+        beyond: what goes back to the last checkpoint if more than r servers die: the whole "job", or only
+            the "rows" that are lost, while all others go on (partial recovery).
     """
 
     k: int
@@ -285,6 +287,7 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
     chunk_rows: int = 8192
     recovery_share: float = 0.25
     scrub_seconds: float = 0.0
+    beyond: Literal["job", "rows"] = "job"
 
     def __post_init__(self) -> None:
         _at_least("k", self.k, 1)
@@ -292,7 +295,7 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
             raise ConfigError(f"r is {self.r}: expected 1 to 3 parities")
         if self.dense not in ("replicate", "workers", "none"):
             raise ConfigError(f"dense is {self.dense!r}: expected 'replicate', 'workers' or 'none'")
-        _check_recovery(self.chunk_rows, self.recovery_share, self.scrub_seconds)
+        _check_recovery(self)
 
 
 class Replication(Struct, frozen=True, tag_field="kind", tag="replication", forbid_unknown_fields=True):
@@ -307,17 +310,18 @@ class Replication(Struct, frozen=True, tag_field="kind", tag="replication", forb
     chunk_rows: int = 8192
     recovery_share: float = 0.25
     scrub_seconds: float = 0.0
+    beyond: Literal["job", "rows"] = "job"
 
     def __post_init__(self) -> None:
         if not 2 <= self.copies <= 4:
             raise ConfigError(f"copies is {self.copies}: expected 2 to 4")
-        _check_recovery(self.chunk_rows, self.recovery_share, self.scrub_seconds)
+        _check_recovery(self)
 
     def as_code(self) -> ErasureCode:
         """The same as a code: one row, and parities that are copies of it."""
         return ErasureCode(
             1, self.copies - 1, self.atomic, "replicate", self.rings, self.chunk_rows, self.recovery_share,
-            self.scrub_seconds,
+            self.scrub_seconds, self.beyond,
         )  # fmt: skip
 
 
@@ -394,11 +398,13 @@ def parse_protection(text: str) -> Protection:
     return ErasureCode(int(k), int(r))
 
 
-def _check_recovery(chunk_rows: int, share: float, scrub_seconds: float) -> None:
-    _at_least("chunk_rows", chunk_rows, 1)
-    _at_least("scrub_seconds", scrub_seconds, 0)
-    if not 0 < share <= 1:
-        raise ConfigError(f"recovery_share is {share}: expected more than 0, up to 1")
+def _check_recovery(options: ErasureCode | Replication) -> None:
+    _at_least("chunk_rows", options.chunk_rows, 1)
+    _at_least("scrub_seconds", options.scrub_seconds, 0)
+    if not 0 < options.recovery_share <= 1:
+        raise ConfigError(f"recovery_share is {options.recovery_share}: expected more than 0, up to 1")
+    if options.beyond not in ("job", "rows"):
+        raise ConfigError(f"beyond is {options.beyond!r}: expected 'job' or 'rows'")
 
 
 @dataclass(frozen=True, slots=True)

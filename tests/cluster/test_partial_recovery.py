@@ -111,6 +111,8 @@ def test_the_target_says_how_often_to_save(tmp_path: Path) -> None:
         (["job.servers=2", "job.protection={kind: partial, target_pls: 0}"], "target_pls is 0"),
         (["job.servers=2", "job.protection={kind: partial, mtbf_hours: -1}"], "mtbf_hours is -1"),
         (["job.servers=2", "job.protection={kind: partial, prioritize: lru}"], "prioritize"),
+        (["job.servers=3", "job.protection={kind: erasure-code, k: 2, beyond: rows}"], "set checkpoint.path"),
+        (["job.servers=3", "job.protection={kind: replication, beyond: all}"], "beyond"),
     ],
 )
 def test_what_cannot_be(tmp_path: Path, values: list[str], says: str) -> None:

@@ -24,7 +24,8 @@ from holdfast.cluster.messages import (
     WorkerInView,
 )
 from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.server import Server, _warm_up
+from holdfast.cluster.server import Server
+from holdfast.cluster.serving import _warm_up
 from holdfast.cluster.transport.base import Envelope
 from holdfast.kernels import rows as row_loops
 from holdfast.kernels import update

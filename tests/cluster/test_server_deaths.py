@@ -28,13 +28,14 @@ COUNTING = [
 ]
 
 
-def plan_of(folder: Path, batches: int, servers: int, protection: str) -> JobPlan:
+def plan_of(folder: Path, batches: int, servers: int, protection: str, *more: str) -> JobPlan:
     values = [
         *COUNTING,
         f"data.arguments={{batches: {batches}}}",
         f"checkpoint.path={folder / 'store'}",
         f"job.servers={servers}",
         f"job.protection={protection}",
+        *more,
     ]
     return plan_job(load(None, values), timing=Timing(silent_seconds=30.0, retry_seconds=0.3))
 
@@ -112,17 +113,17 @@ def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
 
 def test_more_deaths_than_the_code_covers(tmp_path: Path) -> None:
     """Hole 17: said, never guessed; with a checkpoint the job goes back to it, and batches count once."""
-    batches = 700
+    batches = 300
     settings = [
         *COUNTING,
         f"data.arguments={{batches: {batches}}}",
         "job.servers=4",
         "job.protection={kind: erasure-code, k: 2, r: 1}",
-        "job.kill=['server:1@step:200', 'server:2@step:200', 'server:3@step:200']",
+        "job.kill=['server:1@step:90', 'server:2@step:90', 'server:3@step:90']",
     ]
     with pytest.raises(hf.DataLoss, match=r"more servers have died than a code of 2 \+ 1 covers"):
         hf.Job.from_config(load(None, [*settings, f"run={tmp_path / 'one'}"])).run()
-    saved = [*settings, f"checkpoint.path={tmp_path / 'store'}", "checkpoint.every_steps=100"]
+    saved = [*settings, f"checkpoint.path={tmp_path / 'store'}", "checkpoint.every_steps=40"]
     config = load(None, [*saved, f"run={tmp_path / 'two'}"])
     result = hf.Job.from_config(config).run()
     assert len(result.losses) == 1
@@ -130,6 +131,35 @@ def test_more_deaths_than_the_code_covers(tmp_path: Path) -> None:
     assert np.array_equal(counted(plan_job(config), tmp_path / "store"), expected(batches))
     events = [e["event"] for e in read_events(tmp_path / "two")]
     assert events.index("data_lost") < events.index("job_restored")
+
+
+def test_only_lost_rows_go_back_where_more_die_than_the_code_covers(tmp_path: Path) -> None:
+    batches = 500
+    plan = plan_of(
+        tmp_path, batches, 4, "{kind: erasure-code, k: 2, r: 1, beyond: rows, scrub_seconds: 1}",
+        "checkpoint.every_steps=60",
+    )  # fmt: skip
+    engine = LocalLauncher(tmp_path)
+    killer = Killer(engine, [(1, 2, 3)], every=200)  # all parities of 3 are at 1 and 2
+    result = run(plan, tmp_path, engine, killer)
+    assert killer.killed == 3
+    assert (result.steps, result.losses) == (batches, ())
+    assert 0 < result.pls < 3 / 4
+    found, wanted = counted(plan, tmp_path / "store"), expected(batches)
+    owner = plan.placement.owner(np.arange(len(found)))
+    for slot, failure in zip((1, 2, 3), sorted(result.failures, key=lambda one: one.slot), strict=True):
+        lost = (wanted - found)[owner == slot]
+        assert (lost >= 0).all(), "nothing counts twice"
+        assert 0 < np.count_nonzero(lost) <= failure.went_back
+        assert f"{failure.went_back:,} rows of " in failure.what
+        assert failure.version
+        lines = (tmp_path / "lost" / f"server-{slot}-2.csv").read_text().splitlines()
+        assert sum(not line.startswith("network,") for line in lines) == 1 + failure.went_back
+        assert failure.whole_seconds is not None
+    assert sum(failure.rows for failure in result.failures), "some come back as they were"
+    assert np.array_equal(found[owner == 0], wanted[owner == 0])
+    assert result.parities_checked
+    assert result.parities_wrong == 0
 
 
 def test_a_server_that_was_stopped_and_wakes_up_replaced(tmp_path: Path) -> None:

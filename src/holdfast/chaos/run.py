@@ -17,7 +17,7 @@ from holdfast.chaos.processes import orphans
 from holdfast.chaos.trial import Clock, Hang, Trial
 from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
 from holdfast.cluster.planning import plan_job
-from holdfast.cluster.server import prepare
+from holdfast.cluster.serving import prepare
 from holdfast.cluster.transport.links import MOST_SLOTS
 from holdfast.errors import ConfigError, DataLoss, JobFailed
 from holdfast.options import ErasureCode, NoProtection, PartialRecovery, Replication, parse_protection

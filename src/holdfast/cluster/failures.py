@@ -28,7 +28,7 @@ class ServerFailure:
     """Until all workers that were at work had gone on."""
     recovered_seconds: float | None = None
     """Until it had all rows."""
-    rows: int | None = None
+    rows: int = 0
     """How many were recovered."""
     compared: int = 0
     """With ``job.compare_recovered``: how many of them were compared with the dead server's memory, …"""
@@ -36,10 +36,14 @@ class ServerFailure:
     """… and how many were not the same to the bit."""
     whole_seconds: float | None = None
     """Until all servers had all rows and parities, so that more could die."""
+    went_back: int = 0
+    """How many were lost and went back to what was last saved of them, …"""
+    what: str = ""
+    """… which, where that were not all of its rows, …"""
     version: int | None = None
-    """The version that its rows went back to, of partial recovery (0: to their first values), …"""
+    """… the version that they went back to (0: to their first values), …"""
     samples_lost: int = 0
-    """… and how many samples had been trained on since: what they taught its rows is lost."""
+    """… and how many samples had been trained on since: what they taught those rows is lost."""
 
 
 class Failures:
@@ -73,8 +77,8 @@ class Failures:
                 some = {key: figures[key] for key in ("rows", "compared", "unequal") if key in figures}
                 self._add(figures, "recovered_seconds", at, **some)
             case "server_rolled_back":
-                some = {key: figures[key] for key in ("rows", "version", "samples_lost")}
-                self._add(figures, "recovered_seconds", at, **some)
+                some = {key: figures[key] for key in ("what", "version", "samples_lost")}
+                self._add(figures, "recovered_seconds", at, went_back=figures["rows"], **some)
             case "redundancy_restored":
                 for found in self._found:
                     if found.failure.recovered_seconds is not None and found.failure.whole_seconds is None:

@@ -386,8 +386,8 @@ class Runner:
             versions=status.versions,
             save_errors=status.save_errors,
             failures=self.failures(),
-            pls=sum(failure.samples_lost for failure in self.failures())
-            / max(1, status.samples * self.plan.servers),
+            pls=sum(failure.samples_lost * failure.went_back for failure in self.failures())
+            / max(1, status.samples * sum(group.rows for group in self.plan.groups[:-1])),
             parities_checked=sum(node.redundancy.scrubbed for node in status.nodes),
             parities_wrong=sum(node.redundancy.wrong for node in status.nodes),
         )

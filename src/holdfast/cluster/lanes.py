@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.cluster.messages import Change, Instant, Peer, StripePart, Values
+from holdfast.cluster.messages import Change, Instant, LaneMessage, Peer, StripePart
 from holdfast.cluster.transport.base import Envelope, Frame
 
 
@@ -43,9 +43,7 @@ class OutLane:
         """How many messages are not acknowledged."""
         return len(self._waiting)
 
-    def send(
-        self, message: Change | Values, frames: Sequence[Frame], now: float, patience: float
-    ) -> Envelope:
+    def send(self, message: LaneMessage, frames: Sequence[Frame], now: float, patience: float) -> Envelope:
         """Put a message, numbered ``next_number``, into the lane."""
         assert message.number == self.next_number
         self._number += 1
@@ -76,7 +74,7 @@ class OutLane:
 
 
 def _number_of(envelope: Envelope) -> int:
-    assert isinstance(envelope.message, Change | Values)
+    assert isinstance(envelope.message, LaneMessage)
     return envelope.message.number
 
 
@@ -105,7 +103,7 @@ class InLane:
     log: deque[LoggedChange] = field(default_factory=deque)
     """Batches that other parity servers may lack."""
 
-    def take(self, message: Change | Values, frames: Sequence[Frame]) -> None:
+    def take(self, message: LaneMessage, frames: Sequence[Frame]) -> None:
         """The next message counts."""
         self.number = message.number
         if not self.known:

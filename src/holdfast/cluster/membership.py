@@ -207,7 +207,7 @@ class Supervisor:
         self._first = self.view.number
         self._steps = [0] * plan.workers
         self._recoveries = Recoveries()
-        self._samples_lost = 0
+        self._samples_lost = 0.0
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
@@ -385,9 +385,7 @@ class Supervisor:
 
     def _settle_server(self, server: _ServerMember) -> None:
         """Decide how much of a dead server's work counts: what all of its parity servers have."""
-        if self.plan.partial:
-            self._settle_partially(server)
-            return
+        server.samples_then = self.samples()
         states = [
             state
             for other in self.servers
@@ -396,7 +394,7 @@ class Supervisor:
             if state.slot == server.slot
         ]
         if not states:
-            self._fail(Failure("lost", server.peer, "and all servers that hold its parities"))
+            self._settle_without_parities(server)
             return
         newest = max(state.incarnation for state in states)
         mine = [state for state in states if state.incarnation == newest]
@@ -404,12 +402,10 @@ class Supervisor:
         if len(mine) < len(states):
             # Some have not even heard that the last one began: nothing of it can have been kept.
             cut = next(state.first for state in mine if state.first.batch == 0)
-        self._change_server(server, cut=cut)
-        server.stage = "settling"
-        server.since_view = self.view.number
+        self._settle_at(server, cut)
 
-    def _settle_partially(self, server: _ServerMember) -> None:
-        """A dead server's rows go back to what was saved; workers go on from where all others stand.
+    def _settle_without_parities(self, server: _ServerMember) -> None:
+        """All rows of a dead server go back to what was saved; workers go on from where all others stand.
 
         A worker sends a push only when all servers have applied the one before. So what the others have in
         common is that push, which is new to the replacement, or the one before it.
@@ -418,21 +414,28 @@ class Supervisor:
         if not others:
             self._fail(Failure("lost", server.peer, "and all other servers"))
             return
+        if not (self.plan.partial or self.plan.beyond == "rows"):
+            self._fail(Failure("lost", server.peer, "and all servers that hold its parities"))
+            return
         marks = tuple(min(of_one, key=lambda mark: mark.sequence) for of_one in zip(*others, strict=True))
-        server.samples_then = self.samples()
-        self._change_server(server, cut=Instant(0, marks))
+        pushed = any(mark.sequence for mark in marks)  # which takes first values everywhere
+        self._settle_at(server, Instant(0, marks, tuple(range(len(self.plan.groups))) if pushed else ()))
+
+    def _settle_at(self, server: _ServerMember, cut: Instant) -> None:
+        self._change_server(server, cut=cut)
         server.stage = "settling"
         server.since_view = self.view.number
 
     def _note_rollback(self, server: _ServerMember, back: Redundancy, now: float) -> None:
-        """Say what was lost when a server's rows went back to a version."""
+        """Say what was lost when rows of a server went back to a version."""
         lost = max(0, server.samples_then - back.version_samples)
-        self._samples_lost += lost
+        share = back.went_back / max(1, sum(group.rows for group in self.plan.groups[:-1]))
+        self._samples_lost += lost * share
         done = self._done()
-        pls = done and self._samples_lost * done / self.samples() / self.plan.servers
+        pls = done and self._samples_lost * done / self.samples()
         self._say(
-            "server_rolled_back", server, version=back.version, rows=back.recovered, samples_lost=lost,
-            pls=pls, after_seconds=_since(server.lost_at, now),
+            "server_rolled_back", server, version=back.version, rows=back.went_back, what=back.lost,
+            samples_lost=lost, pls=pls, after_seconds=_since(server.lost_at, now),
         )  # fmt: skip
 
     def _done(self) -> float | None:
@@ -450,7 +453,7 @@ class Supervisor:
         if (redundancy.wrong, redundancy.repaired) != server.wrong:
             server.wrong = redundancy.wrong, redundancy.repaired
             self._say("parities_wrong", server, wrong=redundancy.wrong, repaired=redundancy.repaired)
-        if redundancy.lost:
+        if redundancy.lost and self.plan.beyond != "rows":
             text = f"took over, but could not recover {redundancy.lost}"
             self._fail(Failure("lost", server.peer, text))
         elif redundancy.rows:
@@ -463,6 +466,7 @@ class Supervisor:
             seconds = _since(server.lost_at, now)
             if redundancy.version >= 0:
                 self._note_rollback(server, redundancy, now)
+            if self.plan.partial:
                 return
             found = {"compared": redundancy.compared, "unequal": redundancy.unequal}
             said = found if self.plan.compare_recovered else {}

@@ -8,8 +8,8 @@ one again. Only what a server has saved is asked for (``Collect`` → ``Saved``)
 there.
 
 Between servers goes what protects their rows. In a *lane*, which is an owner's messages to one parity server
-in order, each once: ``Change`` and ``Values`` (→ ``Taken``). Outside of it ``ReadStripes`` asks an owner for
-``Values``, and ``Recover`` asks a parity server for ``Syndromes``, again until the answer is there.
+in order, each once: ``Change``, ``Values``, ``Forget`` (→ ``Taken``). Outside of it ``ReadStripes`` asks an
+owner for ``Values``, and ``Recover`` asks a parity server for ``Syndromes``, again until the answer is there.
 """
 
 from __future__ import annotations
@@ -194,6 +194,20 @@ class Values(Struct, frozen=True, array_like=True, tag="values"):
     absent: int = 0
 
 
+class Forget(Struct, frozen=True, array_like=True, tag="forget"):
+    """Owner → parity server, in their lane: these records are not what the parities of their stripes contain.
+
+    Frames: for each part blocks (uint32).
+    """
+
+    number: int
+    instant: Instant
+    parts: tuple[StripePart, ...]
+
+
+LaneMessage = Change | Values | Forget
+
+
 class Taken(Struct, frozen=True, array_like=True, tag="taken"):
     """Parity server → owner: everything in the lane up to this number has arrived and counts."""
 
@@ -273,10 +287,12 @@ class Redundancy(Struct, frozen=True, array_like=True):
     compared: int = 0
     """Rows that were compared with the dead server's memory (see ``witness``), and those that differ."""
     unequal: int = 0
+    went_back: int = 0
+    """Rows that were lost and went back to what was last saved of them, …"""
     version: int = -1
-    """The version that its rows went back to, of partial recovery; 0: to first values; -1: they did not."""
+    """… the version that they went back to (0: first values; -1: none did), …"""
     version_samples: int = 0
-    """Samples that the job had been trained on by then."""
+    """… and the samples that the job had been trained on by then."""
 
 
 class Figures(Struct, frozen=True, array_like=True):
@@ -494,6 +510,7 @@ Message = (
     | Refused
     | Change
     | Values
+    | Forget
     | Taken
     | ReadStripes
     | Recover

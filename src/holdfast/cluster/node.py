@@ -28,7 +28,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.errors import ConfigError
 
 MODULES: Final[Mapping[str, str]] = {
-    "server": "holdfast.cluster.server",
+    "server": "holdfast.cluster.serving",
     "worker": "holdfast.cluster.worker",
     "supervisor": "holdfast.cluster.supervisor",
 }

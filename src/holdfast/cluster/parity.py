@@ -103,6 +103,14 @@ class ParityShard:
         self.code.update(self.records, places[outside], parity, member, read_only(values[outside]))
         self._lacks[member, places] = False
 
+    def forget(self, parity: int, blocks: Blocks) -> None:
+        """These parities contain nothing any more: a member's value was lost, and it has got another."""
+        places = self._places(parity, blocks)
+        if self._lacks is None:
+            self._lacks = np.zeros((self.placement.k, len(self.records)), np.bool_)
+        self._lacks[:, places] = True
+        self.records[places] = 0
+
     def settle(self) -> None:
         """Forget which members are in which parity once all are in all."""
         if self._lacks is not None and not self._lacks.any():

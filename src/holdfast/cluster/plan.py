@@ -107,6 +107,9 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     partial: Literal["", "partial", "full"] = ""
     """What becomes of the tables' rows if nothing protects them in memory: "partial" puts a dead server's
     back to what was last saved, "full" those of all servers; otherwise the job ends."""
+    beyond: Literal["job", "rows"] = "job"
+    """What goes back to what was last saved if more servers die than a code covers: everything, or only rows
+    that are lost."""
     partial_reason: str = ""
     """Why it is the one or the other."""
     compare_recovered: bool = False

@@ -46,11 +46,17 @@ def plan_job(
             "rings": job.servers // (k + r) if code.rings else 1,
             "dense": code.dense,
             "compare_recovered": job.compare_recovered,
+            "beyond": code.beyond,
             "lanes": lanes
             or LaneOptions(
                 chunk_rows=code.chunk_rows, share=code.recovery_share, scrub_seconds=code.scrub_seconds
             ),
         }
+        if code.beyond == "rows" and config.checkpoint is None:
+            raise ConfigError(
+                "job.protection.beyond is rows, but there is no checkpoint that they could go back to: set "
+                "checkpoint.path"
+            )
     partial = job.protection if isinstance(job.protection, PartialRecovery) else None
     checkpoint = config.checkpoint
     if partial is not None:

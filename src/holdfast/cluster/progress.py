@@ -258,7 +258,8 @@ def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
             text = f"if a server dies, the whole job goes back: {figures['reason']}"
         case "server_rolled_back":
             to = f"version {figures['version']:,}" if figures["version"] else "their first values"
-            text = f"{figures['rows']:,} rows of {who} went back to {to}"
+            what = figures["what"] or f"{figures['rows']:,} rows"
+            text = f"{who}: {what} went back to {to}"
             if figures["pls"] is not None:
                 text += f"; portion of lost samples so far {figures['pls']:.4f}"
         case "server_lost" if figures["protected"]:  # otherwise the error says it

@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from holdfast.cluster.lanes import InLane, OutLane
 from holdfast.cluster.messages import (
     Change,
+    Forget,
     Instant,
+    LaneMessage,
     LaneState,
     Message,
     Peer,
@@ -198,6 +200,19 @@ class Protection:
         )
         self._send(lane, values, (here, np.flatnonzero(absent).astype(np.uint32)), now)
 
+    def forget(self, group: int, member: int, blocks: NDArray[np.int64], now: float) -> None:
+        """Own records that were lost have got other values: what their parities contain is none of them.
+
+        It goes through the lanes, so that no parity server ever has one of these values and still counts on
+        what it had before. A server that has no lane yet begins without any parity.
+        """
+        for t in range(self.plan.placements[group].r):
+            lane = self._out.get(self.plan.placements[group].parity_server(self.me.slot, member, t))
+            if lane is not None:
+                part = StripePart(group, t, member, len(blocks))
+                message = Forget(lane.next_number, self._flushed, (part,))
+                self._send(lane, message, [blocks.astype(np.uint32)], now)
+
     def taken(self, source: Peer, number: int, now: float) -> None:
         """A parity server has everything up to this number."""
         lane = self._out.get(source.slot)
@@ -205,7 +220,7 @@ class Protection:
             lane.acknowledge(number, now, self.plan.timing.retry_seconds)
             self._advance()
 
-    def _send(self, lane: OutLane, message: Change | Values, frames: Sequence[Frame], now: float) -> None:
+    def _send(self, lane: OutLane, message: LaneMessage, frames: Sequence[Frame], now: float) -> None:
         self.outbox.append(lane.send(message, frames, now, self.plan.timing.retry_seconds))
 
     def _advance(self) -> None:
@@ -219,7 +234,7 @@ class Protection:
 
     # What others have changed
 
-    def take(self, source: Peer, message: Change | Values, frames: Sequence[Frame]) -> None:
+    def take(self, source: Peer, message: LaneMessage, frames: Sequence[Frame]) -> None:
         """The next message of a lane, or one that does not count."""
         lane = self._in.get(source.slot)
         if lane is None or lane.source != source or self._incarnations.get(source.slot) != source.incarnation:
@@ -229,6 +244,8 @@ class Protection:
                 parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
                 for part, blocks, records in parts:
                     self._apply(part, blocks, records)
+            elif isinstance(message, Forget):
+                self._forget(source.slot, message, frames)
             else:
                 self.on_values(source, message, frames)
             lane.take(message, frames)
@@ -263,19 +280,29 @@ class Protection:
         if len(frames) != 2 * len(parts):
             raise ValueError("changes whose frames do not fit their parts")
         for number, part in enumerate(parts):
-            parity = self.parities.get(part.group)
-            placement = self.plan.placements[part.group] if parity is not None else None
-            if (
-                parity is None
-                or placement is None
-                or not (0 <= part.parity < placement.r and 0 <= part.member < placement.k)
-                or placement.parity_server(owner, part.member, part.parity) != self.me.slot
-            ):
-                raise ValueError(f"changes of server {owner} that have no parity here")
-            blocks = as_array(frames[2 * number], np.uint32, (part.rows,))
-            if part.rows and int(blocks.max()) >= parity.blocks:
-                raise ValueError(f"changes of block {blocks.max()}, of {parity.blocks}")
+            parity, blocks = self._part(owner, part, frames[2 * number])
             yield part, blocks, as_array(frames[2 * number + 1], np.uint32, (part.rows, parity.plan.words))
+
+    def _part(self, owner: int, part: StripePart, frame: Frame) -> tuple[ParityShard, Blocks]:
+        """The parities that a part is about, and its blocks."""
+        parity = self.parities.get(part.group)
+        if (
+            parity is None
+            or not (0 <= part.parity < parity.placement.r and 0 <= part.member < parity.placement.k)
+            or parity.placement.parity_server(owner, part.member, part.parity) != self.me.slot
+        ):
+            raise ValueError(f"changes of server {owner} that have no parity here")
+        blocks = as_array(frame, np.uint32, (part.rows,))
+        if part.rows and int(blocks.max()) >= parity.blocks:
+            raise ValueError(f"changes of block {blocks.max()}, of {parity.blocks}")
+        return parity, blocks
+
+    def _forget(self, owner: int, message: Forget, frames: Sequence[Frame]) -> None:
+        if len(frames) != len(message.parts):
+            raise ValueError("a message whose frames do not fit its parts")
+        checked = [self._part(owner, part, frame) for part, frame in zip(message.parts, frames, strict=True)]
+        for part, (parity, blocks) in zip(message.parts, checked, strict=True):
+            parity.forget(part.parity, blocks)
 
     def _apply(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
         self.parities[part.group].change(part.parity, part.member, blocks, differences)

@@ -197,7 +197,7 @@ class Rebuilding:
 
     def _compare(self, job: _Job) -> None:
         parity = self._parities[job.group]
-        checked = np.ones(len(job.blocks), np.bool_)
+        checked = parity.whole(job.parity, job.blocks)  # some may have been forgotten since it began
         for at in job.lacking.values():
             checked[at] = False
         wrong = checked & (parity.get(job.parity, job.blocks) != job.sums).any(1)
@@ -245,10 +245,11 @@ class Rebuilding:
                 self._look_at(self._begin("repair", vote.group, vote.parity, blocks, members, now), now)
 
     def _repair(self, job: _Job) -> None:
-        good = np.ones(len(job.blocks), np.bool_)
+        parity = self._parities[job.group]
+        good = parity.whole(job.parity, job.blocks)
         for at in job.lacking.values():
             good[at] = False
-        self._parities[job.group].put(job.parity, job.blocks[good], job.sums[good])
+        parity.put(job.parity, job.blocks[good], job.sums[good])
         self.repaired += int(good.sum())
 
     # What all three do

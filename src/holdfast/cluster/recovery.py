@@ -4,7 +4,8 @@ A row that somebody pulls or pushes is brought back at once; behind that a scan 
 chunks, at a share of the time. For each row it asks the stripe's first parity server what is left of the
 parity without this member (``rebuilding``), which is the row. If another member turns out to be lacking too,
 it asks as many parity servers as members are lacking, and solves for them. A stripe with fewer than k records
-left is lost, and said to be: nothing is guessed.
+left is lost, and said to be: nothing is guessed. If the job is to go on all the same, lost rows get what was
+last saved of them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from holdfast.cluster.messages import Peer, Recover, Syndromes
+from holdfast.cluster.messages import Peer, Recover, Redundancy, Syndromes
 from holdfast.cluster.parity import Records
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
@@ -53,6 +56,13 @@ class _Ask:
     """How often it looked as if they were lost."""
 
 
+class SavedRecords(Protocol):
+    """What was last saved of a server's rows."""
+
+    def get(self) -> tuple[Sequence[Records], Redundancy] | None:
+        """The records of each group, and which version that is; None: not read yet, ask again."""
+
+
 class Recovery:
     """The machine of it.
 
@@ -64,11 +74,17 @@ class Recovery:
 
     def __init__(self, plan: JobPlan, shards: Sequence[GroupShard], protection: Protection) -> None:
         self.recovered = 0
+        self.went_back = Redundancy()
+        """How many rows of tables were lost and went back to what was saved, and to which version."""
+        self.saved: SavedRecords | None = None
+        """Where lost rows go back to; None: nowhere, the job ends."""
         self._lost: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
         self.hurry = False
         """Whether nobody trains meanwhile."""
         self.on_rows: Callable[[], None] = lambda: None
         """Called when rows have come back."""
+        self.on_lost: Callable[[int, NDArray[np.int64]], None] = lambda group, rows: None
+        """Called with rows of a group that are lost."""
         self._plan = plan
         self._shards = shards
         self._protection = protection
@@ -82,6 +98,7 @@ class Recovery:
         self._left = {g: int(missing.sum()) for g, missing in self._missing.items()}
         self._asks: dict[int, _Ask] = {}
         self._later: list[_Ask] = []
+        self._going_back: list[_Ask] = []
         self._requests = 0
         self._scan_at = 0.0
         self._cursor: dict[tuple[int, int], int] = defaultdict(int)
@@ -100,6 +117,10 @@ class Recovery:
             more = ", …" if len(rows) > _MOST_NAMED else ""
             texts.append(f"{len(rows):,} rows of {self._plan.groups[group].name} ({some}{more})")
         return "; ".join(texts)
+
+    def lost_rows(self, group: int) -> Sequence[NDArray[np.int64]]:
+        """The same, of one group."""
+        return self._lost.get(group, ())
 
     def lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these records are lacking."""
@@ -155,6 +176,8 @@ class Recovery:
                 self._ask(ask, now)
             else:
                 self._later.append(ask)
+        if self._going_back and self.saved is not None:
+            self._go_back(self.saved, now)
         self._scan(now)
 
     def _scan(self, now: float) -> None:
@@ -210,7 +233,30 @@ class Recovery:
             self._later.append(ask)
         else:
             places = ask.blocks * self._plan.placements[ask.group].k + ask.member
-            self._lost[ask.group].append(self._shards[ask.group].rows_of(places))
+            rows = self._shards[ask.group].rows_of(places)
+            self._lost[ask.group].append(rows)
+            self._going_back.append(ask)
+            self.on_lost(ask.group, rows)
+
+    def _go_back(self, saved: SavedRecords, now: float) -> None:
+        """Give lost rows what was saved of them, and let no parity count that contains what they were."""
+        found = saved.get()
+        if found is None:
+            return
+        records, version = found
+        count = self.went_back.went_back
+        for ask in self._going_back:
+            shard = self._shards[ask.group]
+            self._protection.forget(ask.group, ask.member, ask.blocks, now)
+            places = ask.blocks * self._plan.placements[ask.group].k + ask.member
+            shard.records[places] = records[ask.group][places]
+            shard.mark(shard.rows_of(places))
+            self._missing[ask.group][places] = False
+            self._left[ask.group] -= len(places)
+            count += len(places) if ask.group < len(self._shards) - 1 else 0
+        self.went_back = replace(version, went_back=count)
+        self._going_back.clear()
+        self.on_rows()
 
     def _solve(self, ask: _Ask, now: float) -> None:
         """All parity servers have answered."""

@@ -1,13 +1,16 @@
 """Going on from a checkpoint, with as many servers and workers as one likes.
 
 ``find_resume`` chooses the version before anything is started; each server then reads its own rows of it with
-``restore_rows``. Nothing here loads torch.
+``restore_rows`` (``prepare_saving``). Nothing here loads torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -21,10 +24,12 @@ from holdfast.checkpoint.shard import Shard
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.cluster.messages import Redundancy
 from holdfast.cluster.plan import JobPlan, Resume
+from holdfast.cluster.saving import Runs, ShardSaver
+from holdfast.cluster.server import Server
 from holdfast.cluster.stored import check_fit, encoder_of, job_state, network_records, saving_of
-from holdfast.errors import CorruptCheckpoint, NoSuchVersion, StoreError
+from holdfast.errors import CorruptCheckpoint, HoldfastError, NoSuchVersion, StoreError
 from holdfast.options import Full
-from holdfast.tables.shard import GroupShard
+from holdfast.tables.shard import GroupShard, Records
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -135,16 +140,47 @@ def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> Redu
             continue  # of another job's that has begun since
         try:
             restore_rows(plan, shards, store, version.version, own_files=own)
-            return Redundancy(
-                recovered=rows, version=version.version, version_samples=version.metadata.get("samples", 0)
-            )
+            samples = version.metadata.get("samples", 0)
+            return Redundancy(went_back=rows, version=version.version, version_samples=samples)
         except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
             raise_if_unreachable(store, error)
             log.warning("version %d is passed over: %s", version.version, error)
     for shard in shards:
         shard.records[:] = 0
         shard.fill()
-    return Redundancy(recovered=rows, version=0)
+    return Redundancy(went_back=rows, version=0)
+
+
+class SavedRows:
+    """What was last saved of a server's rows: read when it is first asked for, behind the server's back.
+
+    Args:
+        server: whose rows; if they cannot be read, that is its error.
+        store: where they were saved.
+        runs: reads them.
+    """
+
+    def __init__(self, server: Server, store: Store, runs: Runs) -> None:
+        self._server, self._store, self._runs = server, store, runs
+        self._asked = False
+        self._found: tuple[Sequence[Records], Redundancy] | None = None
+
+    def get(self) -> tuple[Sequence[Records], Redundancy] | None:
+        """The records of each group, and which version they are of; None: not yet."""
+        if not self._asked:
+            self._asked = True
+            self._runs.submit(self._read)
+        return self._found
+
+    def _read(self) -> None:
+        server, plan = self._server, self._server.plan
+        with _failing(server):
+            shards = [
+                GroupShard(group, placement, server.me.slot, plan.seed, empty=True)
+                for group, placement in zip(plan.groups, plan.placements, strict=True)
+            ]
+            back = roll_back(plan, shards, self._store)
+            self._found = [shard.records for shard in shards], back
 
 
 def _put(shard: GroupShard, rows: Rows) -> None:
@@ -152,3 +188,35 @@ def _put(shard: GroupShard, rows: Rows) -> None:
     if len(mine):
         records = np.concatenate([np.take(field, mine, 0) for field in rows.fields], axis=1)
         shard.write(shard.placement.place(rows.ids[mine]), records.view(np.uint32))
+
+
+def prepare_saving(server: Server) -> None:
+    """Open the store and read what rows there are; what goes wrong ends the job."""
+    plan, slot, shards = server.plan, server.me.slot, server.shards
+    with _failing(server):
+        store = open_saving(plan)
+        runs = ThreadPoolExecutor(1, "holdfast-save")
+        saver = ShardSaver(plan, slot, shards, store, runs)
+        if plan.resume is not None and server.me.incarnation == 1:
+            version = restore_rows(plan, shards, store, plan.resume.version)
+            if plan.resume.continues:
+                saver.resume(version)
+        if server.me.incarnation > 1:
+            if plan.partial:
+                server.rolled_back = roll_back(plan, shards, store)
+            if plan.beyond == "rows" and server.recovery is not None:
+                server.recovery.saved = SavedRows(server, store, runs)
+            for shard in shards:  # what its predecessor had marked went with it
+                shard.mark_all()
+        server.saver = saver
+    server.restoring = False  # last: the job starts with this
+
+
+@contextlib.contextmanager
+def _failing(server: Server) -> Iterator[None]:
+    """What goes wrong is the server's error: the job ends with it."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        server.error = str(error) if isinstance(error, HoldfastError) else repr(error)

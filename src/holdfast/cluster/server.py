@@ -1,35 +1,27 @@
 """A server: it holds rows, hands them out, and applies gradients, each batch exactly once.
 
-``Server`` is the machine: a message in, messages out. ``run`` is the process round it. Nothing here loads
-torch.
+``Server`` is the machine: a message in, messages out. ``serving`` is the process round it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Protocol, get_args
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import xxhash
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from holdfast.cluster.loop import memory_bytes, open_transport, run_node
 from holdfast.cluster.messages import (
     Beat,
-    Change,
     Collect,
     Commit,
     Figures,
     Install,
     Kept,
+    LaneMessage,
     Message,
     Part,
     Peer,
@@ -45,27 +37,18 @@ from holdfast.cluster.messages import (
     ServerInView,
     Syndromes,
     Taken,
-    Values,
     View,
     ViewNumber,
     WorkerMark,
 )
-from holdfast.cluster.node import Assignment
-from holdfast.cluster.parity import Blocks, ParityShard
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
 from holdfast.cluster.rebuilding import Rebuilding
 from holdfast.cluster.recovery import Recovery
-from holdfast.cluster.resuming import open_saving, restore_rows, roll_back
-from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
-from holdfast.cluster.transport.zmq import Counters, ZmqTransport
+from holdfast.cluster.transport.zmq import Counters
 from holdfast.cluster.witness import Witness
-from holdfast.coding.placement import Placement
-from holdfast.errors import HoldfastError
-from holdfast.kernels.compiling import in_turn
-from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
 
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
@@ -73,7 +56,6 @@ Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
 _NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
 _MOST_EARLY = 256
 """Messages that are kept for a server's start; whoever gets no answer asks again."""
-_prepared = False
 
 
 class Saver(Protocol):
@@ -265,6 +247,7 @@ class Server:
         if self.protection is None:
             return self.rolled_back
         recovery, rebuilding = self.recovery, self.rebuilding
+        back = recovery.went_back if recovery else self.rolled_back
         return Redundancy(
             rows=recovery.left if recovery else 0,
             recovered=recovery.recovered if recovery else 0,
@@ -276,6 +259,9 @@ class Server:
             repaired=rebuilding.repaired,
             compared=self._witness.compared if self._witness else 0,
             unequal=self._witness.unequal if self._witness else 0,
+            went_back=back.went_back,
+            version=back.version,
+            version_samples=back.version_samples,
         )
 
     def figures(self) -> Figures:
@@ -321,7 +307,7 @@ class Server:
         self, protection: Protection, message: Message, frames: Sequence[Frame], source: Peer
     ) -> None:
         """What servers tell each other."""
-        if isinstance(message, Change | Values):
+        if isinstance(message, LaneMessage):
             protection.take(source, message, frames)
         elif isinstance(message, Taken):
             protection.taken(source, message.number, self._now)
@@ -518,114 +504,3 @@ def digest(shards: Sequence[GroupShard]) -> str:
     for shard in shards:
         state.update(np.ascontiguousarray(shard.records).reshape(-1).view(np.uint8).data)
     return state.hexdigest()
-
-
-def run(assignment: Assignment) -> None:
-    """Be a server until the job ends."""
-    plan = assignment.plan
-    with contextlib.nullcontext() if _prepared else in_turn():  # a spare is wanted at once
-        _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
-    with open_transport(assignment) as transport:
-        fresh = plan.resume is None
-        server = Server(
-            assignment.me,
-            plan,
-            transport.endpoint,
-            fresh=fresh,
-            counters=transport.counters,
-            measure=lambda: (memory_bytes(), time.process_time()),
-            witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
-        )
-        if plan.saving is not None:
-            # Behind its back, so that it gives signs of life meanwhile: reading may take minutes.
-            server.restoring = True
-            threading.Thread(target=_prepare, args=(server,), name="restore", daemon=True).start()
-        run_node(server, transport, until=lambda: server.over, prepare=_Connect(server, transport))
-
-
-class _Connect:
-    """Connects a server to those that it has lanes with, whenever a view is new."""
-
-    def __init__(self, server: Server, transport: ZmqTransport) -> None:
-        self._server, self._transport = server, transport
-        self._by: View | None = None
-        placements = server.plan.placements
-        near = (n for placement in placements if placement.r for n in placement.neighbours(server.me.slot))
-        self._neighbours = set(near)
-
-    def __call__(self) -> None:
-        view = self._server.view
-        if view is not self._by:
-            self._by = view
-            for other in view.servers:
-                if other.endpoint and other.slot in self._neighbours:
-                    self._transport.connect("server", other.slot, other.endpoint)
-
-
-def _prepare(server: Server) -> None:
-    """Open the store and read what rows there are; what goes wrong ends the job."""
-    plan, slot, shards = server.plan, server.me.slot, server.shards
-    try:
-        store = open_saving(plan)
-        saver = ShardSaver(plan, slot, shards, store, ThreadPoolExecutor(1, "holdfast-save"))
-        if plan.resume is not None and server.me.incarnation == 1:
-            version = restore_rows(plan, shards, store, plan.resume.version)
-            if plan.resume.continues:
-                saver.resume(version)
-        if server.me.incarnation > 1:
-            if plan.partial:
-                server.rolled_back = roll_back(plan, shards, store)
-            for shard in shards:  # what its predecessor had marked went with it
-                shard.mark_all()
-        server.saver = saver
-    except Exception as error:
-        traceback.print_exc()
-        server.error = str(error) if isinstance(error, HoldfastError) else repr(error)
-    server.restoring = False  # last: the job starts with this
-
-
-def prepare() -> None:
-    """Load the loops of every optimizer."""
-    names = get_args(OptimizerName)
-    groups = [
-        GroupPlan(name=name, dim=1, tables=(), optimizer=OptimizerPlan(name=name, lr=0.0)) for name in names
-    ]
-    global _prepared  # noqa: PLW0603 (a process is prepared once)
-    with in_turn():
-        _warm_up(groups, (2, 1), (2, 2))
-    _prepared = True
-
-
-def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
-    """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
-    few = np.arange(3, dtype=np.uint32).tobytes()
-    for group in groups:
-        small = replace(group, tables=(TablePlan("few", 3),), initial="installed")
-        shard = GroupShard(small, Placement(1), 0, 0, keep_changes=True)
-        zeros = bytes(3 * 4 * group.dim)
-        # As they come in messages: for arrays of another kind, other code would be compiled.
-        places = as_array(few, np.uint32, (3,))
-        values = as_array(zeros, np.float32, (3, group.dim))
-        shard.install(places, values)
-        shard.push(places, values)
-        shard.pull(places)
-        shard.write(places, shard.records.copy())
-        shard.write(np.arange(3), shard.records.copy())  # as rows come back
-        shard.changes.keep(places)
-        ((_, blocks, differences),) = shard.changes.take()
-        for k, r in codes:
-            _warm_up_code(small, Placement(k + r, k, r), blocks, differences.tobytes())
-
-
-def _warm_up_code(group: GroupPlan, placement: Placement, blocks: Blocks, differences: bytes) -> None:
-    tables = (TablePlan("few", 3 * placement.k * placement.servers),)
-    few = replace(group, tables=tables, initial="uniform")
-    parity = ParityShard(few, placement, 0, 0)
-    records = as_array(differences, np.uint32, (3, group.words))
-    for t in range(placement.r):
-        parity.change(t, 0, blocks, records)
-        lost = tuple(range(min(t + 1, placement.k)))
-        parity.code.solve(lost, {at: parity.get(at, blocks) for at in range(len(lost))})
-    empty = ParityShard(few, placement, 0, None)
-    empty.add(0, 0, blocks, records)
-    empty.change(0, 0, blocks, records)

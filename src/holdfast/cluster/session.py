@@ -72,15 +72,15 @@ def _failure(failure: ServerFailure) -> list[str]:
     ]
     how = f": {', '.join(later)}" if later else ""
     lines = [f"server {failure.slot} {failure.reason} at step {failure.step:,}{how}"]
+    if failure.recovered_seconds is not None and (failure.rows or failure.version is None):
+        recovered = f"recovered {failure.rows:,} rows in {failure.recovered_seconds:.1f} s"
+        lines.append(recovered + compared(failure.rows, failure.compared, failure.unequal))
     if failure.version is not None:
         to = f"version {failure.version:,}" if failure.version else "their first values"
+        what = failure.what or f"its {failure.went_back:,} rows"
         lines.append(
-            f"its {failure.rows:,} rows went back to {to}: what {failure.samples_lost:,} samples had taught "
-            "them is lost"
+            f"{what} went back to {to}: what {failure.samples_lost:,} samples had taught them is lost"
         )
-    elif failure.recovered_seconds is not None:
-        recovered = f"recovered {failure.rows:,} rows in {failure.recovered_seconds:.1f} s"
-        lines.append(recovered + compared(failure.rows or 0, failure.compared, failure.unequal))
     return lines
 
 

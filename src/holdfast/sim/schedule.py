@@ -107,10 +107,11 @@ class _Schedule:
         self._left -= 1
         if self._cluster.supervisor.view.phase in ("running", "holding"):
             plan = self._cluster.plan
+            most = plan.servers - 1 if plan.beyond == "rows" else plan.r
             kind = self._random.choice((*KINDS, *SERVER_KINDS) if plan.r else KINDS)
             if kind in SERVER_KINDS:
                 slot = self._random.randrange(plan.servers)
-                if len(self._cluster.degraded() | self._dying() | {slot}) <= plan.r:
+                if len(self._cluster.degraded() | self._dying() | {slot}) <= most:
                     self.done[kind] += 1
                     getattr(self, f"_{kind}")(slot)
             else:
