@@ -17,6 +17,7 @@ from holdfast.cluster.messages import (
     Position,
     Redundancy,
     View,
+    ViewNumber,
     WorkerMark,
 )
 from holdfast.cluster.transport.base import Envelope
@@ -210,6 +211,25 @@ def test_a_supervisor_that_comes_back_makes_no_cut_without_rows() -> None:
     second.beat("server", 0, started=since[0])
     second.beat("server", 1, incarnation=2, started=since[1], redundancy=Redundancy(rows=5))
     assert second.phase == "running"
+    assert not second.machine.may_cut()
+    second.beat("server", 1, incarnation=2, redundancy=Redundancy(recovered=8))
+    assert second.machine.may_cut()
+
+
+def test_a_supervisor_that_comes_back_starts_a_replacement_again_that_others_have_heard_of() -> None:
+    """The one before it died as it said so: the replacement has not heard it, and others have nothing to say
+    any more of the server that died."""
+    first = Script(r=1).started()
+    replaced_server(first)
+    since = [entry.since for entry in first.machine.view.servers]
+    second = Script(first.storage, r=1)
+    second.beat("server", 0, started=since[0], lanes=())
+    second.beat("server", 1, incarnation=2, started=ViewNumber())
+    entry = second.machine.view.servers[1]
+    assert second.machine.failure is None
+    assert entry == first.machine.view.servers[1]
+    assert not second.machine.may_cut()
+    second.beat("server", 1, incarnation=2, redundancy=Redundancy(rows=5))
     assert not second.machine.may_cut()
     second.beat("server", 1, incarnation=2, redundancy=Redundancy(recovered=8))
     assert second.machine.may_cut()

@@ -79,9 +79,14 @@ def run_on_virtual_time(seed: int, count: int, json_path: Path | None, console: 
     _check_writable(json_path)
     console.print(f"chaos on virtual time: {count:,} schedules, from seed {seed} on", highlight=False)
     shown = 0.0
+    told: set[int] = set()
 
     def show(result: SimulatedResult) -> None:
         nonlocal shown
+        for at in sorted(result.violations.keys() - told):
+            told.add(at)
+            found = result.violations[at]
+            console.print(f"[red]seed {at}:[/] {found[0]} (of {len(found)})", highlight=False, soft_wrap=True)
         now = time.monotonic()
         if now - shown >= _PLAIN_SECONDS:
             shown = now
@@ -104,8 +109,6 @@ def run_on_virtual_time(seed: int, count: int, json_path: Path | None, console: 
     report.figure("seconds", result.seconds)
     report.raw["violations"] = {str(at): found for at, found in result.violations.items()}
     report.save()
-    for at, found in sorted(result.violations.items()):
-        console.print(f"[red]seed {at}:[/] {found[0]} (of {len(found)})", highlight=False, soft_wrap=True)
     count_bad = len(result.violations)
     console.print(
         f"{result.schedules:,} schedules, {result.faults.total():,} faults: "

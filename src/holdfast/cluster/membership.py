@@ -54,6 +54,8 @@ class Durable(Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     began: bool = False
     """Whether servers have begun: from then on what they hold is more than first values."""
+    started: tuple[ServerInView, ...] = ()
+    """Replacements that have taken over: who has heard of one has forgotten how far the dead server came."""
 
 
 class Storage(Protocol):
@@ -193,11 +195,16 @@ class Supervisor:
         self._durable = replace(known, epoch=known.epoch + 1)
         storage.save(self._durable)  # before anybody hears of this epoch
         self.servers = [_ServerMember("server", s, i, now) for s, i in enumerate(known.servers)]
+        entries = tuple(ServerInView(m.slot, m.incarnation) for m in self.servers)
+        for entry in known.started:
+            if entry.incarnation == known.servers[entry.slot]:
+                entries = _with(entries, entry)
+                self.servers[entry.slot].stage = "started"
         self.workers = [_WorkerMember("worker", w, i, now) for w, i in enumerate(known.workers)]
         self.view = View(
             ViewNumber(self._durable.epoch, 0),
             "starting",
-            tuple(ServerInView(m.slot, m.incarnation) for m in self.servers),
+            entries,
             tuple(WorkerInView(m.slot, m.incarnation) for m in self.workers),
         )
         for server in self.servers:
@@ -350,12 +357,22 @@ class Supervisor:
             if (beat is not None or server.lost_at is not None) and self._others_follow(server):
                 self._settle_server(server)
         elif beat is not None and _is_ready(server) and self._others_follow(server):
-            self._change_server(server, endpoint=beat.endpoint, starts=True, since=self._next_number())
-            server.stage, server.recovering = "started", True
+            self._start_server(server, beat.endpoint)
             self._recoveries.start(
                 server.slot, [s.marks for s in self.servers if s is not server and s.marks]
             )
             self._say("server_started", server, after_seconds=_since(server.lost_at, now))
+
+    def _start_server(self, server: _ServerMember, endpoint: str) -> None:
+        """A replacement takes its slot over; a supervisor that comes after this one will say the same."""
+        self._durable = replace(self._durable, epoch=self._durable.epoch + 1)
+        entry = self.view.servers[server.slot]
+        entry = replace(entry, endpoint=endpoint, starts=True, since=self._next_number())
+        others = (other for other in self._durable.started if other.slot != server.slot)
+        self._durable = replace(self._durable, started=(*others, entry))
+        self._storage.save(self._durable)  # before anybody hears of it
+        self._change(servers=_with(self.view.servers, entry))
+        server.stage, server.recovering = "started", True
 
     def _begin(self) -> None:
         """All servers have their rows: the first ones of all slots begin in one view."""
