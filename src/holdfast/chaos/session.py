@@ -97,6 +97,7 @@ def run_on_virtual_time(seed: int, count: int, json_path: Path | None, console: 
             )
 
     result = run_simulated(seed, count, show)
+    show(result)
     report = Report("chaos", False, console, json_path=json_path)
     report.settings = {"seed": seed, "simulated": count}
     report.figure("schedules", result.schedules, "whole jobs, from start to end")
