@@ -1,7 +1,8 @@
 """Jobs that benches run in windows, and what a window cost.
 
 The sides of a comparison take turns: while one runs, the other jobs' processes are stopped. A window begins
-and ends with every worker between two batches, so that samples are counted exactly.
+and ends with every worker between two batches, so that samples are counted exactly. It lasts until the last
+batch was applied: a stand takes a little longer, most of all where pushes must be kept before it.
 """
 
 from __future__ import annotations
@@ -152,14 +153,14 @@ class LiveJob:
         """Run for about so long: how things were before and after, and the seconds between."""
         self.thaw()
         before = self.hold()
-        started = time.perf_counter()
+        started = time.monotonic()
         self.go_on()
         time.sleep(seconds)
         self.wait(lambda status: status.steps > before.steps, "a step")
         after = self.hold()
-        elapsed = time.perf_counter() - started
         self.freeze()
-        return before, after, elapsed
+        ended = max(node.figures.stepped_at for node in after.nodes if node.peer.role == "worker")
+        return before, after, ended - started
 
     def kill_server(self, slot: int) -> float:
         """kill -9; when that was, in Unix seconds."""

@@ -2,8 +2,9 @@
 
 No protection, ECRM's way, ECRec's way, copies, and checkpoints train the same model in the same number of
 servers, in turns, while the processes of all others are stopped. Overhead is as the papers have it: by how
-much longer the same samples take. Servers and workers share the machine's cores here, so all processor time
-that protection takes shows, and is told apart by where it is spent.
+much longer the same samples take, compared with the windows without protection just before and just after,
+for the speed of a shared machine drifts. Servers and workers share the machine's cores here, so all processor
+time that protection takes shows, and is told apart by where it is spent.
 
 Checkpoints (``proportion`` says at which intervals) are begun at the start of a window that is as long as the
 interval; jobs write them while training goes on. One that stops training costs 9.0 % and 4.5 % by
@@ -24,7 +25,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from holdfast.bench.harness import Report, Spread, interleave
+from holdfast.bench.harness import Report, Spread
 from holdfast.bench.live import (
     BATCH,
     WORKERS,
@@ -50,8 +51,6 @@ SERVERS = 5
 KS = (2, 4)
 Mode = Literal["none", "ecrm", "ecrec", "replication", "checkpointer", "full30", "full60"]
 CODED: tuple[Mode, ...] = ("ecrm", "ecrec")
-# Windows of those that save must not follow each other: a save is due when the interval is over, and the time
-# that others run counts. The order is turned round every time, so the first and the last are not among them.
 OTHERS: tuple[Mode, ...] = ("none", "checkpointer", "full30", "full60", "replication")
 
 
@@ -90,11 +89,11 @@ def _full_cases() -> tuple[Case, ...]:
         Case(preset, optimizer, sides, rounds)
         for preset in ("kaggle", "terabyte")
         for optimizer in ("momentum", "adagrad")
-        for sides, rounds in ((coded, 9), (others, 3))
+        for sides, rounds in ((coded, 7), (others, 3))
     )
 
 
-FULL = Scale(100_000, 4.0, WORKERS, _full_cases())
+FULL = Scale(100_000, 5.0, WORKERS, _full_cases())
 QUICK = Scale(
     2000,
     0.5,
@@ -148,15 +147,26 @@ class _Side:
     memory: list[int] = field(default_factory=list)
     """Of all servers."""
     versions: list[int] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    """Samples/s."""
+    longer: list[float] = field(default_factory=list)
+    """Percent of time, and of processor time, that a window takes more than those before and after it."""
+    more_cpu: list[float] = field(default_factory=list)
 
-    def run(self) -> float:
-        """One window: samples/s."""
+    def run(self) -> None:
+        """One window."""
         before, after, elapsed = self.job.window(self.seconds)
         self.cpu.append(cpu_ms(before, after))
         self.servers.append(server_cpu_ms(before, after))
         self.memory.append(sum(node.figures.memory_bytes for node in servers_of(after)))
         self.versions.append(len(after.versions) - len(before.versions))
-        return (after.samples - before.samples) / elapsed
+        self.speeds.append((after.samples - before.samples) / elapsed)
+
+    def compare(self, none: _Side) -> None:
+        """Compare the last window with the last two of another side, one of them before it, one after."""
+        self.longer.append((statistics.mean(none.speeds[-2:]) / self.speeds[-1] - 1) * 100)
+        usual = statistics.mean(sum(cost.values()) for cost in none.cpu[-2:])
+        self.more_cpu.append((sum(self.cpu[-1].values()) / usual - 1) * 100)
 
     def warm_up(self) -> None:
         """Windows that do not count; the first version is a full one, whatever the strategy."""
@@ -164,7 +174,7 @@ class _Side:
         self.run()
         while saves and not sum(self.versions):
             self.run()
-        for measured in (self.cpu, self.servers, self.memory, self.versions):
+        for measured in (self.cpu, self.servers, self.memory, self.versions, self.speeds):
             measured.clear()
 
 
@@ -183,20 +193,25 @@ def _compare(report: Report, case: Case, scale: Scale, held: dict[str, float]) -
         sides = [_start(stack, config, mode, k, scale.seconds, pause) for mode, k in case.sides]
         for side in sides:
             side.warm_up()
-        names = {_name(side.mode, side.k): side for side in sides}
-        speeds = interleave({name: side.run for name, side in names.items()}, case.rounds)
+        none, *others = sides
+        none.run()
+        for number in range(case.rounds):
+            for side in others if number % 2 == 0 else reversed(others):
+                side.run()
+                none.run()
+                side.compare(none)
     report.raw[f"overhead.{where}.{sides[-1].mode}"] = {
-        name: {
-            "samples_per_second": speeds[name], "cpu_ms": side.cpu, "server_cpu_ms": side.servers,
-            "server_memory_bytes": side.memory, "versions": side.versions, "window_seconds": side.seconds,
+        _name(side.mode, side.k): {
+            "samples_per_second": side.speeds, "percent": side.longer, "cpu_percent": side.more_cpu,
+            "cpu_ms": side.cpu, "server_cpu_ms": side.servers, "server_memory_bytes": side.memory,
+            "versions": side.versions, "window_seconds": side.seconds,
         }
-        for name, side in names.items()
+        for side in sides
     }  # fmt: skip
-    none, *others = sides
-    report.figure(f"overhead.{where}.none.samples_per_second", Spread.of(speeds["none"]))
+    report.figure(f"overhead.{where}.none.samples_per_second", Spread.of(none.speeds))
     _cpu(report, f"overhead.{where}.none", none)
     for side in others:
-        _figures(report, where, side, none, speeds, held)
+        _figures(report, where, side, none, held)
 
 
 def _start(stack: ExitStack, config: Config, mode: Mode, k: int, seconds: float, pause: float) -> _Side:
@@ -223,23 +238,12 @@ def _names(mode: Mode, k: int) -> list[str]:
     return [f"{mode}.k{each}" for each in ([k] if k else KS)]
 
 
-def _figures(
-    report: Report,
-    where: str,
-    side: _Side,
-    none: _Side,
-    speeds: dict[str, list[float]],
-    held: dict[str, float],
-) -> None:
-    ours, theirs = speeds[_name(side.mode, side.k)], speeds["none"]
-    longer = Spread.of([(b / a - 1) * 100 for a, b in zip(ours, theirs, strict=True)])
-    pairs = zip(side.cpu, none.cpu, strict=True)
-    more = Spread.of([(sum(a.values()) / sum(b.values()) - 1) * 100 for a, b in pairs])
+def _figures(report: Report, where: str, side: _Side, none: _Side, held: dict[str, float]) -> None:
     memory = statistics.median(side.memory) - statistics.median(none.memory)
     for name in _names(side.mode, side.k):
         full = f"overhead.{where}.{name}"
-        report.figure(f"{full}.percent", longer, "longer for the same samples")
-        report.figure(f"{full}.cpu_percent", more, "more processor time, all processes")
+        report.figure(f"{full}.percent", Spread.of(side.longer), "longer for the same samples")
+        report.figure(f"{full}.cpu_percent", Spread.of(side.more_cpu), "more processor time, all processes")
         _cpu(report, full, side)
         if side.job.plan.r:
             percent = memory / held[where] * 100

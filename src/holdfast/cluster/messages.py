@@ -313,6 +313,8 @@ class Figures(Struct, frozen=True, array_like=True):
     malformed: int = 0
     bad_lines: int = 0
     """Lines of the data that a worker has skipped."""
+    stepped_at: float = 0.0
+    """When all servers had applied a worker's last push, by its machine's monotonic clock."""
     digest: str = ""
     """Servers, once the job is over: a checksum over all records."""
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from holdfast.cluster.calls import Calls, Floats, PullCall, PushCall, Spread, empty_spread
 from holdfast.cluster.messages import (
     Beat,
@@ -74,6 +76,7 @@ class Worker:
         self.tested: Evaluation | None = None
         self.error = ""
         self.figures = Figures()
+        self._stepped_at = 0.0
         self.endpoint = ""
         self._fed: deque[Item] = deque()
         self._ended = False
@@ -198,7 +201,7 @@ class Worker:
             stuck_on=stuck,
             tested=self.tested,
             error=self.error,
-            figures=self.figures,
+            figures=replace(self.figures, stepped_at=self._stepped_at),
         )
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
 
@@ -244,6 +247,7 @@ class Worker:
         """Do whatever has become possible."""
         if self._push is not None and self._push.done:
             self.applied = self._push.sequence
+            self._stepped_at = now
             if self._push.returned is not None and not self._push.lacking:
                 self._network = self.applied, self._push.returned
             self._push = None
