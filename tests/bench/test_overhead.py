@@ -35,6 +35,7 @@ def test_every_figure_of_a_code() -> None:
     figures = report.figures
     names = ["ecrm.k2"]
     assert {f"overhead.kaggle.momentum.{name}.percent" for name in names} <= figures.keys()
+    assert figures["overhead.ecrm.percent"] == figures["overhead.kaggle.momentum.ecrm.k2.percent"]
     for name in ("none", *names):
         for place in ("server", "worker"):
             assert figures[f"overhead.kaggle.momentum.{name}.cpu_ms.{place}"] > 0

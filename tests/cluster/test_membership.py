@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster.membership import Durable, Supervisor
+from holdfast.cluster.members import Durable
+from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import (
     Beat,
     Evaluation,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster import membership, steps, transaction
+from holdfast.cluster import members, membership, steps, transaction
 from holdfast.cluster.messages import WorkerInView
 from holdfast.sim import storage
 from holdfast.sim.schedule import KINDS, plan_of, simulate
@@ -109,7 +109,7 @@ def workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def follows(self: Any, number: Any) -> bool:
         return self.beat is not None
 
-    monkeypatch.setattr(membership.Member, "follows", follows)
+    monkeypatch.setattr(members.Member, "follows", follows)
 
 
 def half_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

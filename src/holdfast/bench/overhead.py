@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import tracemalloc
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
@@ -113,9 +114,13 @@ def measure(report: Report, scale: Scale) -> None:
     )  # fmt: skip
     held = _memory(report, scale.max_rows)
     _load(report, scale.max_rows)
+    by_mode: dict[Mode, list[float]] = defaultdict(list)
     for case in scale.cases:
-        _compare(report, case, scale, held)
+        for side in _compare(report, case, scale, held):
+            by_mode[side.mode] += side.longer
         report.save()
+    for mode, longer in by_mode.items():
+        report.figure(f"overhead.{mode}.percent", Spread.of(longer), f"all {len(longer)} windows together")
 
 
 def protection(mode: Mode, k: int) -> Protection:
@@ -178,7 +183,8 @@ class _Side:
             measured.clear()
 
 
-def _compare(report: Report, case: Case, scale: Scale, held: dict[str, float]) -> None:
+def _compare(report: Report, case: Case, scale: Scale, held: dict[str, float]) -> list[_Side]:
+    """The figures of a case; all its sides but that without protection."""
     config = with_servers(
         preset_config(case.preset, scale.max_rows, case.optimizer), case.servers, workers=scale.workers
     )
@@ -212,6 +218,7 @@ def _compare(report: Report, case: Case, scale: Scale, held: dict[str, float]) -
     _cpu(report, f"overhead.{where}.none", none)
     for side in others:
         _figures(report, where, side, none, held)
+    return others
 
 
 def _start(stack: ExitStack, config: Config, mode: Mode, k: int, seconds: float, pause: float) -> _Side:

@@ -20,7 +20,7 @@ from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speed
 from holdfast.cluster.keys import Keys, load_keys
 from holdfast.cluster.launch.base import Engine
 from holdfast.cluster.loop import flush
-from holdfast.cluster.membership import Durable
+from holdfast.cluster.members import Durable
 from holdfast.cluster.messages import (
     Beat,
     Evaluation,

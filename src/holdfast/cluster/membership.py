@@ -14,12 +14,11 @@ before anybody hears of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from msgspec import Struct
 from msgspec.structs import asdict, replace
 
+from holdfast.cluster.members import Cut, Durable, Failure, Member, ServerMember, Storage, WorkerMember
 from holdfast.cluster.messages import (
     Beat,
     Evaluation,
@@ -27,109 +26,18 @@ from holdfast.cluster.messages import (
     Instant,
     Message,
     Peer,
-    Position,
     Redundancy,
-    Role,
     Saved,
     ServerInView,
     View,
     ViewNumber,
     WorkerInView,
-    WorkerMark,
 )
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.recoveries import Recoveries
 from holdfast.cluster.transport.base import Envelope, Frame
 
 _Entry = TypeVar("_Entry", ServerInView, WorkerInView)
-
-
-class Durable(Struct, frozen=True, kw_only=True):
-    """What a supervisor must know again after a crash."""
-
-    epoch: int = 0
-    servers: tuple[int, ...] = ()
-    """The incarnation of each slot."""
-    workers: tuple[int, ...] = ()
-    endpoint: str = ""
-    began: bool = False
-    """Whether servers have begun: from then on what they hold is more than first values."""
-    started: tuple[ServerInView, ...] = ()
-    """Replacements that have taken over: who has heard of one has forgotten how far the dead server came."""
-
-
-class Storage(Protocol):
-    """Keeps the durable state."""
-
-    def load(self) -> Durable | None:
-        """What was saved last; None the first time."""
-
-    def save(self, state: Durable) -> None:
-        """Keep it: when this returns, a crash no longer loses it."""
-
-
-@dataclass
-class Member:
-    """What is known of a slot."""
-
-    role: Role
-    slot: int
-    incarnation: int
-    since: float = 0.0
-    """When this incarnation was asked for."""
-    heard: float | None = None
-    beat: Beat | None = None
-
-    @property
-    def peer(self) -> Peer:
-        """The node that fills the slot."""
-        return Peer(self.role, self.slot, self.incarnation)
-
-    def follows(self, number: ViewNumber) -> bool:
-        """Whether it has seen this view."""
-        return self.beat is not None and self.beat.view >= number
-
-
-@dataclass
-class _ServerMember(Member):
-    stage: Literal["fencing", "settling", "started"] = "fencing"
-    since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
-    deaths: int = 0
-    lost_at: float | None = None
-    """When this supervisor asked for the incarnation; None: one before it did, and it may have started."""
-    recovering: bool = False
-    samples_then: int = 0
-    """Of the job when it was lost."""
-    recovered: bool = False
-    """Whether it has said that it has all rows: beats may overtake each other, but rows stay."""
-    wrong: tuple[int, int] = (0, 0)
-    """Parities that did not agree with their members, and how many of those were made anew."""
-
-    @property
-    def marks(self) -> tuple[WorkerMark, ...]:
-        """Where workers stand there; empty if nothing can be said."""
-        return self.beat.marks if self.beat is not None and self.beat.started.epoch else ()
-
-
-@dataclass
-class _WorkerMember(Member):
-    stage: Literal["fencing", "settling", "started"] = "fencing"
-    since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
-    deaths: int = 0
-    died_at: int = -1
-
-
-@dataclass
-class Cut:
-    """A consistent cut that is being made."""
-
-    version: int
-    view: ViewNumber
-    positions: tuple[Position, ...] = ()
-    """The last batch of each worker that is in it; empty while workers are still finishing theirs."""
-    steps: int = 0
-    """Batches that are in it, and their samples."""
-    samples: int = 0
 
 
 class Keeper(Protocol):
@@ -143,15 +51,6 @@ class Keeper(Protocol):
 
     def may_stop(self, supervisor: Supervisor, now: float) -> bool:
         """Whether everything is saved; asked again and again at the end of the job."""
-
-
-@dataclass
-class Failure:
-    """Why the job ends early."""
-
-    kind: Literal["server", "worker", "lost", "error"]
-    peer: Peer
-    text: str
 
 
 class Supervisor:
@@ -194,13 +93,13 @@ class Supervisor:
         known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
         self._durable = replace(known, epoch=known.epoch + 1)
         storage.save(self._durable)  # before anybody hears of this epoch
-        self.servers = [_ServerMember("server", s, i, now) for s, i in enumerate(known.servers)]
+        self.servers = [ServerMember("server", s, i, now) for s, i in enumerate(known.servers)]
         entries = tuple(ServerInView(m.slot, m.incarnation) for m in self.servers)
         for entry in known.started:
             if entry.incarnation == known.servers[entry.slot]:
                 entries = _with(entries, entry)
                 self.servers[entry.slot].stage = "started"
-        self.workers = [_WorkerMember("worker", w, i, now) for w, i in enumerate(known.workers)]
+        self.workers = [WorkerMember("worker", w, i, now) for w, i in enumerate(known.workers)]
         self.view = View(
             ViewNumber(self._durable.epoch, 0),
             "starting",
@@ -254,7 +153,7 @@ class Supervisor:
             for member in [*self.servers, *self.workers]:
                 member.since += stood_still
                 member.heard = None if member.heard is None else member.heard + stood_still
-        members: list[_ServerMember | _WorkerMember] = [*self.servers, *self.workers]
+        members: list[ServerMember | WorkerMember] = [*self.servers, *self.workers]
         for member in members:
             silence = now - (member.since if member.heard is None else member.heard)
             if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
@@ -288,11 +187,11 @@ class Supervisor:
         """Whether rows or parities are lacking."""
         return self._recoveries.degraded
 
-    def _is_sound(self, server: _ServerMember) -> bool:
+    def _is_sound(self, server: ServerMember) -> bool:
         """Whether a server has all of its rows and parities: another may be lost."""
         return self._is_whole(server) and server.beat is not None and not server.beat.redundancy.parities
 
-    def _is_whole(self, server: _ServerMember) -> bool:
+    def _is_whole(self, server: ServerMember) -> bool:
         """Whether a server has all of its rows."""
         return server.stage == "started" and bool(server.marks) and not server.recovering
 
@@ -339,7 +238,7 @@ class Supervisor:
             self._keeper.advance(self, now)
         self._advance_tests(now)
 
-    def _bring_in_server(self, server: _ServerMember, now: float) -> None:
+    def _bring_in_server(self, server: ServerMember, now: float) -> None:
         """Take a new incarnation of a server one step further, if all others are ready for it."""
         beat = server.beat
         if server.stage == "started":
@@ -363,7 +262,7 @@ class Supervisor:
             )
             self._say("server_started", server, after_seconds=_since(server.lost_at, now))
 
-    def _start_server(self, server: _ServerMember, endpoint: str) -> None:
+    def _start_server(self, server: ServerMember, endpoint: str) -> None:
         """A replacement takes its slot over; a supervisor that comes after this one will say the same."""
         self._durable = replace(self._durable, epoch=self._durable.epoch + 1)
         entry = self.view.servers[server.slot]
@@ -391,7 +290,7 @@ class Supervisor:
                 entries = _with(entries, entry)
         self._change(servers=entries)
 
-    def _others_follow(self, server: _ServerMember) -> bool:
+    def _others_follow(self, server: ServerMember) -> bool:
         """Whether all other servers know of what was said of this one last, or have nothing to do with it."""
         for other in self.servers:
             if other is server:
@@ -400,7 +299,7 @@ class Supervisor:
                 return False
         return True
 
-    def _settle_server(self, server: _ServerMember) -> None:
+    def _settle_server(self, server: ServerMember) -> None:
         """Decide how much of a dead server's work counts: what all of its parity servers have."""
         server.samples_then = self.samples()
         states = [
@@ -421,7 +320,7 @@ class Supervisor:
             cut = next(state.first for state in mine if state.first.batch == 0)
         self._settle_at(server, cut)
 
-    def _settle_without_parities(self, server: _ServerMember) -> None:
+    def _settle_without_parities(self, server: ServerMember) -> None:
         """All rows of a dead server go back to what was saved; workers go on from where all others stand.
 
         A worker sends a push only when all servers have applied the one before. So what the others have in
@@ -438,12 +337,12 @@ class Supervisor:
         pushed = any(mark.sequence for mark in marks)  # which takes first values everywhere
         self._settle_at(server, Instant(0, marks, tuple(range(len(self.plan.groups))) if pushed else ()))
 
-    def _settle_at(self, server: _ServerMember, cut: Instant) -> None:
+    def _settle_at(self, server: ServerMember, cut: Instant) -> None:
         self._change_server(server, cut=cut)
         server.stage = "settling"
         server.since_view = self.view.number
 
-    def _note_rollback(self, server: _ServerMember, back: Redundancy, now: float) -> None:
+    def _note_rollback(self, server: ServerMember, back: Redundancy, now: float) -> None:
         """Say what was lost when rows of a server went back to a version."""
         lost = max(0, server.samples_then - back.version_samples)
         share = back.went_back / max(1, sum(group.rows for group in self.plan.groups[:-1]))
@@ -462,7 +361,7 @@ class Supervisor:
         done = max(parts, default=0.0)
         return max(done, self.steps() / steps if steps else 0.0) or None
 
-    def _note_recovery(self, server: _ServerMember, now: float) -> None:
+    def _note_recovery(self, server: ServerMember, now: float) -> None:
         beat = server.beat
         if beat is None or not beat.started.epoch:
             return
@@ -501,7 +400,7 @@ class Supervisor:
             seconds = _since(self._recoveries.since, now)
             self.events.append(("redundancy_restored", {"after_seconds": seconds}))
 
-    def _bring_in(self, worker: _WorkerMember) -> None:
+    def _bring_in(self, worker: WorkerMember) -> None:
         """Take a new incarnation of a worker one step further, if all servers are ready for it."""
         ready = all(s.stage == "started" and s.marks and s.follows(worker.since_view) for s in self.servers)
         if worker.stage == "started" or not ready:
@@ -539,7 +438,7 @@ class Supervisor:
             if self.view.phase == "holding":
                 self._change(phase="running")
 
-    def _holds(self, worker: _WorkerMember, since: ViewNumber) -> bool:
+    def _holds(self, worker: WorkerMember, since: ViewNumber) -> bool:
         beat = worker.beat
         return (
             worker.stage == "started"
@@ -577,10 +476,10 @@ class Supervisor:
         self._tested_at = steps
         self._change_worker(self.workers[0], test=self._test)
 
-    def _look_at(self, member: _ServerMember | _WorkerMember, beat: Beat, now: float) -> None:
+    def _look_at(self, member: ServerMember | WorkerMember, beat: Beat, now: float) -> None:
         if beat.state == "failed":
             self._fail(Failure("error", member.peer, beat.error))
-        elif isinstance(member, _WorkerMember) and beat.stuck_on and member.stage == "started":
+        elif isinstance(member, WorkerMember) and beat.stuck_on and member.stage == "started":
             # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
             if all(self.servers[s].stage == "started" for s in beat.stuck_on) and all(
                 beat.view >= self.view.servers[s].since for s in beat.stuck_on
@@ -598,7 +497,7 @@ class Supervisor:
         how = f"was killed by signal {-exited.code}" if exited.code < 0 else f"ended with code {exited.code}"
         self._lose(member, how, now)
 
-    def _lose(self, member: _ServerMember | _WorkerMember, how: str, now: float) -> None:
+    def _lose(self, member: ServerMember | WorkerMember, how: str, now: float) -> None:
         """A node no longer counts: it is replaced, or the job ends."""
         if self.view.phase == "stopping":
             return
@@ -607,13 +506,13 @@ class Supervisor:
         partial = {"partial": True} if self.plan.partial else {}
         protects = {"protected": protected, **partial} if member.role == "server" else {}
         self._say(f"{member.role}_lost", member, reason=how, step=self.steps(), **protects)
-        if isinstance(member, _ServerMember) and not protected:
+        if isinstance(member, ServerMember) and not protected:
             self._fail(Failure("server", member.peer, how))
             return
-        if isinstance(member, _ServerMember) and self.plan.partial == "full":
+        if isinstance(member, ServerMember) and self.plan.partial == "full":
             self._fail(Failure("lost", member.peer, how))
             return
-        if isinstance(member, _WorkerMember):
+        if isinstance(member, WorkerMember):
             sequence = self._sequence(member)
             member.deaths = 0 if sequence != member.died_at else member.deaths
             member.died_at = sequence
@@ -629,7 +528,7 @@ class Supervisor:
             self._durable, epoch=self._durable.epoch + 1, workers=workers, servers=servers
         )
         self._storage.save(self._durable)  # before anybody hears of this incarnation
-        if isinstance(member, _ServerMember):
+        if isinstance(member, ServerMember):
             member.lost_at = now
             member.recovering = member.recovered = False
             self._recoveries.lose(member.slot, now)
@@ -655,7 +554,7 @@ class Supervisor:
             self.failure = failure
             self._change(phase="stopping")
 
-    def _sequence(self, worker: _WorkerMember) -> int:
+    def _sequence(self, worker: WorkerMember) -> int:
         """The last batch that all servers have applied."""
         marks = [s.marks[worker.slot].sequence for s in self.servers if s.marks]
         said = worker.beat.sequence if worker.beat is not None else 0  # often before servers say it
@@ -663,16 +562,16 @@ class Supervisor:
         self._steps[worker.slot] = max(min(marks, default=0), said, self._steps[worker.slot])
         return self._steps[worker.slot]
 
-    def _member(self, peer: Peer) -> _ServerMember | _WorkerMember | None:
+    def _member(self, peer: Peer) -> ServerMember | WorkerMember | None:
         slots: dict[str, list[Any]] = {"server": self.servers, "worker": self.workers}
         members = slots.get(peer.role, [])
         return members[peer.slot] if 0 <= peer.slot < len(members) else None
 
-    def _change_server(self, server: _ServerMember, **changes: Any) -> None:
+    def _change_server(self, server: ServerMember, **changes: Any) -> None:
         changed = replace(self.view.servers[server.slot], **changes)
         self._change(servers=_with(self.view.servers, changed))
 
-    def _change_worker(self, worker: _WorkerMember, **changes: Any) -> None:
+    def _change_worker(self, worker: WorkerMember, **changes: Any) -> None:
         changed = replace(self.view.workers[worker.slot], **changes)
         self._change(workers=_with(self.view.workers, changed))
 

@@ -36,38 +36,7 @@ def plan_job(
     newest one that is whole (``plan.resume``): see ``resuming.find_resume`` for what it raises.
     """
     job = config.job
-    code = job.code
-    protected: dict[str, Any] = {}
-    if code is not None:
-        k, r = code.k, code.r
-        protected = {
-            "k": k,
-            "r": r,
-            "rings": job.servers // (k + r) if code.rings else 1,
-            "dense": code.dense,
-            "compare_recovered": job.compare_recovered,
-            "beyond": code.beyond,
-            "lanes": lanes
-            or LaneOptions(
-                chunk_rows=code.chunk_rows, share=code.recovery_share, scrub_seconds=code.scrub_seconds
-            ),
-        }
-        if code.beyond == "rows" and config.checkpoint is None:
-            raise ConfigError(
-                "job.protection.beyond is rows, but there is no checkpoint that they could go back to: set "
-                "checkpoint.path"
-            )
-    partial = job.protection if isinstance(job.protection, PartialRecovery) else None
-    checkpoint = config.checkpoint
-    if partial is not None:
-        decision = _decide(partial, job.servers)
-        kind = "partial" if decision is None or decision.partial else "full"
-        protected = {
-            "dense": "workers",
-            "partial": kind,
-            "partial_reason": decision.reason if decision else "job.protection.mtbf_hours is not given",
-        }
-        checkpoint = _saving_of(partial, checkpoint, decision)
+    protected, checkpoint = _protection(config, lanes)
     torch.manual_seed(config.seed)
     reader, _ = build_readers(config)
     network = build_network(config, reader)
@@ -94,6 +63,38 @@ def plan_job(
         training=msgspec.to_builtins(config),
     )
     return plan if saving is None else msgspec.structs.replace(plan, resume=find_resume(plan))
+
+
+def _protection(config: Config, lanes: LaneOptions | None) -> tuple[dict[str, Any], CheckpointConfig | None]:
+    """The fields of a plan that say how rows are protected, and how they are saved."""
+    job, checkpoint = config.job, config.checkpoint
+    code = job.code
+    if code is not None:
+        if code.beyond == "rows" and checkpoint is None:
+            raise ConfigError(
+                "job.protection.beyond is rows, but there is no checkpoint that they could go back to: set "
+                "checkpoint.path"
+            )
+        usual = LaneOptions(
+            chunk_rows=code.chunk_rows, share=code.recovery_share, scrub_seconds=code.scrub_seconds
+        )
+        return {
+            "k": code.k,
+            "r": code.r,
+            "rings": job.servers // (code.k + code.r) if code.rings else 1,
+            "dense": code.dense,
+            "beyond": code.beyond,
+            "compare_recovered": job.compare_recovered,
+            "lanes": lanes or usual,
+        }, checkpoint
+    if isinstance(job.protection, PartialRecovery):
+        decision = _decide(job.protection, job.servers)
+        return {
+            "dense": "workers",
+            "partial": "partial" if decision is None or decision.partial else "full",
+            "partial_reason": decision.reason if decision else "job.protection.mtbf_hours is not given",
+        }, _saving_of(job.protection, checkpoint, decision)
+    return {}, checkpoint
 
 
 def _decide(partial: PartialRecovery, servers: int) -> Decision | None:

@@ -33,6 +33,7 @@ from holdfast.cluster.transport.base import Envelope, Frame, as_array
 
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024
+_VOTE_SECONDS = 10.0
 
 Purpose = Literal["recover", "rebuild", "scrub", "repair"]
 
@@ -68,6 +69,8 @@ class _Vote:
     parity: int
     blocks: NDArray[np.int64]
     own_is_wrong: NDArray[np.bool_]
+    until: float
+    """When it comes to nothing: who has not answered by then may be dead. The next round asks again."""
     waiting: set[int] = field(default_factory=set)
 
 
@@ -195,7 +198,7 @@ class Rebuilding:
                 return
             at -= parity.blocks
 
-    def _compare(self, job: _Job) -> None:
+    def _compare(self, job: _Job, now: float) -> None:
         parity = self._parities[job.group]
         checked = parity.whole(job.parity, job.blocks)  # some may have been forgotten since it began
         for at in job.lacking.values():
@@ -204,17 +207,17 @@ class Rebuilding:
         self.scrubbed += int(checked.sum())
         self.wrong += int(wrong.sum())
         if wrong.any() and parity.placement.r > 1:
-            self._ask_others(job.group, job.parity, job.blocks[wrong])
+            self._ask_others(job.group, job.parity, job.blocks[wrong], now)
 
     # Where they do not agree, either the parity is wrong or a member is. With one parity nobody can tell.
     # With more, the others know: if they agree with the members, this one is wrong, and is made anew. A
     # member that is wrong is only counted: its row may have been trained on since.
 
-    def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64]) -> None:
+    def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64], now: float) -> None:
         placement = self._parities[group].placement
         owner = placement.member_server(self._protection.me.slot, parity, 0)
         self._numbers += 1
-        vote = _Vote(group, parity, blocks, np.ones(len(blocks), np.bool_))
+        vote = _Vote(group, parity, blocks, np.ones(len(blocks), np.bool_), now + _VOTE_SECONDS)
         for t in range(placement.r):
             other = self._protection.peer(placement.parity_server(owner, 0, t))
             if t != parity and other is not None:
@@ -294,6 +297,7 @@ class Rebuilding:
 
     def tick(self, now: float) -> None:
         """Finish what is complete, ask again for what has not come, drop what nobody waits for."""
+        self._votes = {number: vote for number, vote in self._votes.items() if now < vote.until}
         for job in list(self._jobs.values()):
             if job.source is not None and self._protection.peer(job.source.slot) != job.source:
                 del self._jobs[job.number]
@@ -331,7 +335,7 @@ class Rebuilding:
         if job.purpose == "recover":
             self._answer(job)
         elif job.purpose == "scrub":
-            self._compare(job)
+            self._compare(job, now)
         elif job.purpose == "repair":
             self._repair(job)
         else:

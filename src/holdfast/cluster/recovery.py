@@ -256,6 +256,8 @@ class Recovery:
             count += len(places) if ask.group < len(self._shards) - 1 else 0
         self.went_back = replace(version, went_back=count)
         self._going_back.clear()
+        if not self.left:
+            self.saved = None  # it takes as much memory as the rows
         self.on_rows()
 
     def _solve(self, ask: _Ask, now: float) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
@@ -68,13 +69,15 @@ class _LostRows:
     def __call__(self, group: int, rows: NDArray[np.int64]) -> None:
         tables, firsts = self._groups[group].tables, self._groups[group].firsts
         numbers = np.searchsorted(firsts, rows, "right") - 1
-        self._path.parent.mkdir(exist_ok=True)
-        new = not self._path.exists()
-        with self._path.open("a") as file:
-            if new:
-                file.write("table,row\n")
-            for t, row in zip(numbers.tolist(), rows.tolist(), strict=True):
-                file.write(f"{tables[t].name},{row - firsts[t]}\n")
+        lines = [f"{tables[t].name},{row - firsts[t]}\n" for t, row in zip(numbers, rows, strict=True)]
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            if not self._path.exists():
+                lines.insert(0, "table,row\n")
+            with self._path.open("a") as file:
+                file.writelines(lines)
+        except OSError:  # a full disk is no reason to lose more
+            traceback.print_exc()
 
 
 class _Connect:

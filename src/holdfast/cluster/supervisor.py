@@ -13,7 +13,8 @@ import msgspec
 
 from holdfast.cluster.keys import load_keys
 from holdfast.cluster.loop import TICK_SECONDS, broken_links, flush, memory_bytes
-from holdfast.cluster.membership import Durable, Member, Supervisor
+from holdfast.cluster.members import Durable, Member
+from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import Figures, Happening, NodeStatus, Peer, Status
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan

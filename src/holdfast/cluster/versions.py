@@ -29,7 +29,8 @@ from holdfast.checkpoint.manifest import DenseEntry, Version
 from holdfast.checkpoint.shard import Shard
 from holdfast.checkpoint.store import Store, WriterLock
 from holdfast.checkpoint.strategies.baselines import Baselines
-from holdfast.cluster.membership import Cut, Supervisor
+from holdfast.cluster.members import Cut
+from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import Collect, Saved
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.saving import FileNote, Runs
