@@ -2,8 +2,9 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# One worker per processor; the tests of a file stay together, so that they share what is costly to start.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --durations=60
+# One worker per processor; the tests of a file stay together, so that they share what is costly to start, and
+# files run in the order in which they are collected: those that take longest first.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=60
 # Jobs with failures on virtual time that `make soak` runs.
 SCHEDULES ?= 10000
 

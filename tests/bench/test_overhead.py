@@ -30,6 +30,7 @@ def test_checkpoints_are_measured() -> None:
     assert raw["none"]["versions"] == [0]
 
 
+@pytest.mark.soak
 def test_every_figure_of_a_code() -> None:
     report = measured(("none", 0), ("ecrm", 2))
     figures = report.figures

@@ -12,7 +12,7 @@ from holdfast.cluster.transport.memory import Weather
 from holdfast.sim.cluster import Cluster
 from holdfast.sim.schedule import protected_plan_of, simulate
 
-SEEDS = range(48)
+SEEDS = range(16)
 
 
 def run(seed: int) -> tuple[int, list[str]]:
