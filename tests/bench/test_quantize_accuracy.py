@@ -49,6 +49,7 @@ def test_raw_restores_change_nothing_and_rounded_ones_do(report: Report) -> None
     report.to_json()
 
 
+@pytest.mark.soak
 def test_processes_give_the_same_scores() -> None:
     runs = Part("", TINY, {0: (Cell(4, 3),)}).runs()
     assert dict(results(runs, workers=2)) == dict(results(runs, workers=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from holdfast.bench.harness import Report
@@ -11,6 +12,7 @@ from holdfast.bench.server_start import measure
 from holdfast.sim.cluster import counting_plan
 
 
+@pytest.mark.soak
 def test_every_claimed_figure() -> None:
     report = Report("job", quick=True, console=Console(file=io.StringIO()))
     measure(report, counting_plan(servers=2, workers=1, atomic=True), rounds=1)
