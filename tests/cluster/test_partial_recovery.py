@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.events import read_events
 from holdfast.training.config import load
 from tests.cluster.test_kills import counted, expected
-from tests.cluster.test_server_deaths import COUNTING, Killer, run
+from tests.cluster.test_server_deaths import COUNTING, Killer, run, save_a_version
 
 
 def plan_of(folder: Path, batches: int, protection: str, *more: str) -> JobPlan:
@@ -43,7 +43,7 @@ def test_only_the_dead_servers_rows_go_back(tmp_path: Path, protection: str, eve
     batches = 500
     plan = plan_of(tmp_path, batches, protection, f"checkpoint.every_steps={every}")
     engine = LocalLauncher(tmp_path)
-    killer = Killer(engine, [(1,)], every=200)
+    killer = Killer(engine, [(1,)], every=200, saved=every < batches)
     result = run(plan, tmp_path, engine, killer)
     assert killer.killed == 1
     assert (result.steps, result.samples) == (batches, 8 * batches)
@@ -85,6 +85,7 @@ def test_the_whole_job_goes_back_and_says_why(tmp_path: Path) -> None:
         "job.kill=['server:1@step:150']",
         f"run={tmp_path / 'r'}",
     ]
+    save_a_version(values, 60, tmp_path / "first")
     config = load(None, values)
     result = hf.Job.from_config(config).run()
     (loss,) = result.losses

@@ -41,19 +41,25 @@ def plan_of(folder: Path, batches: int, servers: int, protection: str, *more: st
 
 
 class Killer:
-    """Kills servers when the job has come so far; the next ones when the last are whole again."""
+    """Kills servers when the job has come so far; the next ones when the last are whole again.
 
-    def __init__(self, engine: LocalLauncher, turns: list[tuple[int, ...]], every: int) -> None:
+    With ``saved``, not before there is a version to go back to.
+    """
+
+    def __init__(
+        self, engine: LocalLauncher, turns: list[tuple[int, ...]], every: int, saved: bool = False
+    ) -> None:
         self._engine = engine
         self._turns = turns
         self._every = every
+        self._saved = saved
         self._next = every
         self.killed = 0
 
     def __call__(self, status: Status) -> None:
         ready = all(node.state == "ready" for node in status.nodes if node.peer.role == "server")
         whole = ready and not status.degraded  # parities, too: as many as the code covers may die again then
-        if not self._turns or status.steps < self._next or not whole:
+        if not self._turns or status.steps < self._next or not whole or (self._saved and not status.versions):
             return
         self._next = status.steps + self._every
         current = {p.slot: p for p in self._engine.pids() if p.role == "server"}
@@ -65,6 +71,12 @@ class Killer:
 def run(plan: JobPlan, folder: Path, engine: LocalLauncher, on_status: Callable[[Status], None]) -> JobResult:
     with EventLog(folder) as events:
         return Runner(plan, engine, folder, events).run(on_status)
+
+
+def save_a_version(values: list[str], steps: int, folder: Path) -> None:
+    """Begin a job and end it with a version: whoever dies in the next one, there is one to go back to."""
+    values = [*values, "job.kill=[]", f"max_steps={steps}", f"run={folder}"]
+    assert hf.Job.from_config(load(None, values)).run().versions
 
 
 @pytest.mark.parametrize(
@@ -127,6 +139,7 @@ def test_more_deaths_than_the_code_covers(tmp_path: Path) -> None:
     with pytest.raises(hf.DataLoss, match=r"more servers have died than a code of 2 \+ 1 covers"):
         hf.Job.from_config(load(None, [*settings, f"run={tmp_path / 'one'}"])).run()
     saved = [*settings, f"checkpoint.path={tmp_path / 'store'}", "checkpoint.every_steps=40"]
+    save_a_version(saved, 50, tmp_path / "first")
     config = load(None, [*saved, f"run={tmp_path / 'two'}"])
     result = hf.Job.from_config(config).run()
     assert len(result.losses) == 1
@@ -143,7 +156,7 @@ def test_only_lost_rows_go_back_where_more_die_than_the_code_covers(tmp_path: Pa
         "checkpoint.every_steps=60",
     )  # fmt: skip
     engine = LocalLauncher(tmp_path)
-    killer = Killer(engine, [(1, 2, 3)], every=200)  # all parities of 3 are at 1 and 2
+    killer = Killer(engine, [(1, 2, 3)], every=200, saved=True)  # all parities of 3 are at 1 and 2
     result = run(plan, tmp_path, engine, killer)
     assert killer.killed == 3
     assert (result.steps, result.losses) == (batches, ())
