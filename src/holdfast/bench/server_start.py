@@ -1,13 +1,16 @@
 """How long a server takes from the request to its first sign of life, with all its rows at hand.
 
-Cold, a process is started for it; warm, a spare has waited with its imports and loops behind it. What numba
-has compiled is on disk, as after the first job in an environment; ``uncached`` is the first one ever, which
-compiles what it needs. The processor time is the same beside other programs, the seconds are not.
+Cold, there is no template yet whose copy it could be (``cluster.node``), as for the first server of a job;
+forked, there is one, as for all others; warm, a copy has waited. What numba has compiled is on disk, as
+after the first job in an environment; ``uncached`` is the first one ever, which compiles what it needs. The
+processor time is the same beside other programs, the seconds are not; cold, the template's is not in it.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -21,29 +24,32 @@ from holdfast.cluster.transport.zmq import ZmqTransport
 from holdfast.errors import HoldfastError
 
 _MOST_SECONDS = 120.0
-_QUIET_SECONDS = 0.5
-"""A spare that has not computed for so long has nothing left to load."""
+_QUIET_SECONDS = 3.5
+"""A template that has not computed for so long has nothing left to load."""
 
 
 def measure(report: Report, plan: JobPlan, rounds: int) -> None:
     """Start servers of a job one after the other, cold and warm in turns."""
-    used: dict[str, list[float]] = {"cold": [], "warm": [], "uncached": []}
+    used: dict[str, list[float]] = {"cold": [], "forked": [], "warm": [], "uncached": []}
     with ZmqTransport(Peer("supervisor"), plan.job, "tcp://127.0.0.1") as transport:
 
         def start(how: str) -> float:
             with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as cache:
                 environment = {"NUMBA_CACHE_DIR": cache} if how == "uncached" else {}
-                seconds, processor = _start(plan, transport, environment, warm=how == "warm")
+                seconds, processor = _start(plan, transport, environment, how)
             used[how].append(processor)
             return seconds
 
         start("cold")  # so that there is a cache
         used["cold"].clear()
-        seconds = interleave({how: functools.partial(start, how) for how in ("cold", "warm")}, rounds)
+        seconds = interleave(
+            {how: functools.partial(start, how) for how in ("cold", "forked", "warm")}, rounds
+        )
         seconds["uncached"] = [start("uncached") for _ in range(max(1, rounds // 3))]
     report.raw["job.server_start"] = {"seconds": seconds, "cpu_seconds": used}
     notes = {
         "cold": "from the request to the first beat",
+        "forked": "all but a role's first",
         "warm": "of a spare that has waited",
         "uncached": "cold, and numba's cache is empty",
     }
@@ -53,7 +59,7 @@ def measure(report: Report, plan: JobPlan, rounds: int) -> None:
 
 
 def _start(
-    plan: JobPlan, transport: ZmqTransport, environment: dict[str, str], *, warm: bool
+    plan: JobPlan, transport: ZmqTransport, environment: dict[str, str], how: str
 ) -> tuple[float, float]:
     """Seconds until the first beat, and the processor time that the server had used by then."""
     with (
@@ -62,9 +68,14 @@ def _start(
     ):
         me = Peer("server", 0, time.monotonic_ns())  # no late word of an earlier one is taken for its own
         assignment = Assignment(me=me, plan=plan, supervisor=transport.endpoint, folder=folder)
-        if warm:
+        if how in {"forked", "warm"}:
+            engine.warm("server")  # as one that is thrown away: it was forked before all was loaded
+            (waiting,) = engine.warm_pids("server")
+            _wait_until_idle(engine.template_pid("server"))
+            os.kill(waiting, signal.SIGKILL)
+        if how == "warm":
             engine.warm("server")
-            _wait_until_idle(engine.warm_pids("server")[0])
+            _wait_until_idle(engine.warm_pids("server")[-1])
         started = time.perf_counter()
         engine.start(assignment)
         while time.perf_counter() < started + _MOST_SECONDS:

@@ -24,6 +24,7 @@ from holdfast.cluster.transport.base import as_array
 from holdfast.cluster.transport.zmq import ZmqTransport
 from holdfast.cluster.witness import Witness
 from holdfast.coding.placement import Placement
+from holdfast.kernels.coding import within
 from holdfast.kernels.compiling import in_turn
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
@@ -103,6 +104,12 @@ def _open_store(server: Server) -> None:
     from holdfast.cluster.resuming import prepare_saving  # noqa: PLC0415
 
     prepare_saving(server)
+
+
+def load() -> None:
+    """Let numba load what any compiled loop needs, once for all servers: that takes longer than the loops."""
+    with in_turn():
+        within(np.zeros(1, np.int64), 1)
 
 
 def prepare() -> None:

@@ -67,8 +67,9 @@ def test_a_process_from_start_to_end(launcher: LocalLauncher, tmp_path: Path) ->
     assert launcher.exited() == []
     assert launcher.pids() == {}
     log = (tmp_path / "logs" / "server-2-1.log").read_text()
-    assert f"loaded\nI am server 2, process {pid}, with 1 thread\nan error\n" in log
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["server-2-1.log"]
+    assert log == f"I am server 2, process {pid}, with 1 thread\nan error\n"
+    assert (tmp_path / "logs" / "server-template.log").read_text() == "loaded\n"
+    assert len(list((tmp_path / "logs").iterdir())) == 2
 
 
 def test_a_warm_process_is_the_one_that_is_used(launcher: LocalLauncher, tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_warm_process_is_the_one_that_is_used(launcher: LocalLauncher, tmp_pat
     launcher.warm("worker")
     first, second = launcher.warm_pids("server")
     logs = tmp_path / "logs"
-    until(lambda: "loaded" in (logs / "server-warm-1.log").read_text())  # before it knows who it is
+    assert (logs / "server-template.log").read_text() == "loaded\n"  # once, before they know who they are
     launcher.start(assignment(sleep=60.0))
     assert launcher.pids() == {SERVER: first}
     assert launcher.warm_pids("server") == [second]
@@ -120,6 +121,7 @@ def test_the_same_incarnation_only_once(launcher: LocalLauncher, tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
         "server-2-1.2.log",
         "server-2-1.log",
+        "server-template.log",
     ]
 
 
@@ -154,56 +156,60 @@ def test_closing_ends_all(launcher: LocalLauncher, tmp_path: Path) -> None:
     launcher.close()
 
 
-def test_the_end_of_input_ends_a_process(tmp_path: Path) -> None:
+def test_the_end_of_input_ends_a_process(launcher: LocalLauncher, tmp_path: Path) -> None:
     """Working or waiting, without any other sign."""
-    environment = {**os.environ, "PYTHONPATH": PATHS}
-    for line in (b"", _line(sleep=60.0)):
-        child = subprocess.Popen(
-            [*COMMAND, "server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        with child:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write(line)
-            child.stdin.flush()
-            assert child.stdout.readline() == b"loaded\n"
-            if line:
-                assert child.stdout.readline().startswith(b"I am server 2")
-            child.stdin.close()
-            assert child.wait(60) == 0
-
-
-def _line(**training: Any) -> bytes:
-    return msgspec.json.encode(assignment(**training)) + b"\n"
+    launcher.start(assignment(sleep=60.0, ready=str(tmp_path / "ready")))
+    launcher.warm("server")
+    pids = [number_in(tmp_path / "ready"), *launcher.warm_pids("server")]
+    nodes = [*launcher._running.values(), *launcher._warm["server"]]
+    for node in nodes:
+        os.close(node.stdin)
+        node.stdin = -1
+    until(lambda: not any(is_alive(pid) for pid in pids))
+    assert launcher.exited() == [(SERVER, 0)]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line", "says"),
+    ("line", "says"),
     [
-        ([], b"", "the role is ''"),
-        (["cook"], b"", "the role is 'cook': expected one of server, worker, supervisor"),
-        (["server"], b"nonsense\n", "msgspec.DecodeError"),
-        (["worker"], _line(), "a worker process was told to be server 2"),
+        (b"nonsense\n", "msgspec.DecodeError"),
+        (msgspec.json.encode(assignment(Peer("worker"))) + b"\n", "a server process was told to be worker 0"),
     ],
 )
-def test_what_is_no_assignment(arguments: list[str], line: bytes, says: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": PATHS}
-    child = subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-    )
-    with child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(line)
-            child.stdin.flush()
-        output = child.stdout.read().decode()
-        assert child.wait(60) == 1
-    assert says in output
+def test_what_is_no_assignment(launcher: LocalLauncher, tmp_path: Path, line: bytes, says: str) -> None:
+    launcher.warm("server")
+    (node,) = launcher._warm["server"]
+    node.tell(line)
+    until(node.ended)
+    assert node.returncode == 1
+    assert says in (tmp_path / "logs" / "server-warm-1.log").read_text()
+
+
+def test_nodes_outlive_their_template(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """Whoever kills it: it is no point at which all servers can be lost."""
+    launcher.start(assignment(sleep=1.0, ready=str(tmp_path / "ready")))
+    first = number_in(tmp_path / "ready")
+    template = launcher._templates["server"]
+    os.kill(launcher.template_pid("server"), signal.SIGKILL)
+    until(template.ended)
+    other = Peer("server", 0)
+    launcher.start(assignment(other))  # by another template
+    assert until(launcher.exited) == [(other, 0)]
+    assert is_alive(first)
+    assert until(launcher.exited) == [(SERVER, 0)]
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    """Nodes that are never forked have ended as their template has, and their logs say why."""
+    command = [sys.executable, "-c", "import sys; print('in vain', flush=True); sys.exit(3)"]
+    with LocalLauncher(tmp_path, command) as launcher:
+        launcher.start(assignment())
+        launcher.signal(SERVER, signal.SIGSTOP)
+        assert until(launcher.exited) == [(SERVER, 3)]
+        launcher.warm("server")
+        launcher.start(assignment())
+        assert until(launcher.exited) == [(SERVER, 3)]
+    assert (tmp_path / "logs" / "server-2-1.log").read_text() == "in vain\n"
 
 
 def test_what_the_launcher_runs_by_default(tmp_path: Path) -> None:
@@ -231,8 +237,8 @@ def begin():  # in a thread that ends: its processes must not
 thread = threading.Thread(target=begin)
 thread.start()
 thread.join()
-print(launcher.warm_pids("server")[0], flush=True)
 try:
+    print(launcher.warm_pids("server")[0], flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print(len(launcher.pids()) - len(launcher.exited()), "alive", flush=True)
@@ -254,7 +260,6 @@ def a_parent(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
             assert parent.stdout is not None
             pids.append(int(parent.stdout.readline()))
             pids += [number_in(folder / f"ready-{slot}") for slot in range(2)]
-            until(lambda: "loaded" in (folder / "logs" / "server-warm-3.log").read_text())
             assert all(is_alive(pid) for pid in pids)
             yield parent, pids
         finally:
@@ -264,7 +269,6 @@ def a_parent(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
                         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere stopped processes stay")
 def test_no_orphans_when_the_parent_is_killed(tmp_path: Path) -> None:
     with a_parent(tmp_path) as (parent, pids):
         os.kill(pids[1], signal.SIGSTOP)
