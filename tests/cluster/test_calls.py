@@ -7,7 +7,22 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.cluster.calls import Calls, Spread
-from holdfast.cluster.messages import Commit, Install, Message, Peer, Position, Pushed, Rows, ServerInView
+from holdfast.cluster.messages import (
+    Commit,
+    Install,
+    Message,
+    Peer,
+    Position,
+    Pull,
+    Push,
+    Pushed,
+    Rows,
+    ServerInView,
+    View,
+    ViewNumber,
+    WorkerInView,
+)
+from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.sim.cluster import counting_plan
 
@@ -99,3 +114,60 @@ def test_a_server_that_lost_the_network_gets_what_was_used_last() -> None:
     for tenth in range(3, 3 + round(10 * plan.timing.stuck_seconds)):
         calls.tick(10.0 + tenth / 10)
     assert lacks(2, 10.3 + plan.timing.stuck_seconds)[1] == first, "nobody has: better than to wait for ever"
+
+
+def test_nothing_waits_for_the_answers_to_a_commit() -> None:
+    """Staged answers bring the network that a push will leave; what is pulled behind a commit contains it."""
+    plan = counting_plan(servers=2, workers=1, atomic=True)
+    spread = Spread(np.zeros(2, np.uint32), np.arange(3))
+    zeros, network = (np.zeros((2, group.dim), np.float32) for group in plan.groups)
+    worker = Worker(Peer("worker", 0, 1), plan, lambda group: (spread, network))
+    servers = tuple(ServerInView(slot, 1, "there", starts=True) for slot in range(2))
+    view = View(ViewNumber(1), "running", servers, (WorkerInView(0, 1, starts=True),))
+    worker.receive(Envelope(Peer("supervisor"), worker.me, view), 0.0)
+
+    def sent() -> list[tuple[int, Message]]:
+        found = [(e.target.slot, e.message) for e in worker.outbox if e.target.role == "server"]
+        worker.outbox.clear()
+        return found
+
+    def answer(server: int, message: Message, *frames: Frame) -> None:
+        worker.receive(Envelope(Peer("server", server, 1), worker.me, message, frames), 0.0)
+
+    def answer_pulls(asked: list[tuple[int, Message]]) -> None:
+        for server, message in asked:
+            if isinstance(message, Pull):
+                frames = [(zeros, network)[part.group][:1] for part in message.parts]
+                answer(server, Rows(message.request, message.parts), *frames)
+
+    for index in range(3):
+        worker.feed(Item(Position(0, index), [spread, spread], samples=8), 0.0)
+    answer_pulls(sent())
+    answer_pulls(sent())
+    first = worker.take()
+    assert first is not None
+    worker.finish([zeros, network], 0.0)
+    (_, push), _ = sent()
+    assert isinstance(push, Push)
+    assert push.stage
+    assert push.returns == 1
+    answer(0, Pushed(1, applied=False, rows=1), network[:1] + 3)
+    assert sent() == []
+    assert worker.take() is None
+    answer(1, Pushed(1, applied=False, rows=1), network[:1] + 4)
+    asked = sent()
+    for server in range(2):
+        commit, pull = (message for slot, message in asked if slot == server)
+        assert commit == Commit(1)
+        assert isinstance(pull, Pull)
+        assert pull.after == 1, "of the third batch, which may lack one"
+    second = worker.take()
+    assert second is not None
+    assert second.rows[-1][:, 0].tolist() == [3, 4]
+    worker.finish([zeros, network], 0.0)
+    assert sent() == [], "a push waits until the last is applied"
+    assert worker.applied == 0
+    for server in range(2):
+        answer(server, Pushed(1, applied=True))
+    assert worker.applied == 1
+    assert [type(message) for _, message in sent()] == [Push, Push]

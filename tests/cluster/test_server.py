@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from holdfast.cluster.messages import (
+    Commit,
     Install,
+    Message,
     Part,
     Peer,
     Position,
@@ -26,7 +28,7 @@ from holdfast.cluster.messages import (
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.server import Server
 from holdfast.cluster.serving import _warm_up
-from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.kernels import rows as row_loops
 from holdfast.kernels import update
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
@@ -69,13 +71,14 @@ def test_nothing_is_compiled_once_the_job_runs(name: Any) -> None:
         for message, sent in (
             (Install(parts), frames),
             (Pull(1, parts), frames[::2]),
-            (Push(sequence, Position(0, sequence), 1, parts), frames),
+            (Push(sequence, Position(0, sequence), 1, parts, stage=True, returns=1), frames),
+            (Commit(sequence), []),
         ):
             server.receive(Envelope(worker, server.me, message, sent), 0.0)
     server.shards[0].write(np.arange(5), server.shards[0].read(np.arange(5)))  # as rows come back
     answers = [envelope.message for envelope in server.outbox]
-    assert [type(answer) for answer in answers] == [Rows, Pushed] * 9
-    assert all(answer.applied for answer in answers if isinstance(answer, Pushed))
+    assert [type(answer) for answer in answers] == [Rows, Pushed, Pushed] * 9
+    assert [answer.applied for answer in answers if isinstance(answer, Pushed)] == [False, True] * 9
     assert compiled() == before
 
 
@@ -97,3 +100,46 @@ def test_what_comes_before_the_start_is_answered_with_it() -> None:
     server.receive(Envelope(Peer("supervisor"), server.me, view), 0.2)
     assert [type(e.message) for e in server.outbox if e.target == worker] == [Rows, Pushed]
     assert server.pushes == 1
+
+
+def test_a_pull_that_overtakes_a_commit_waits_for_it() -> None:
+    """A worker asks for rows as soon as a push is certain: what it gets contains that push."""
+    group = GroupPlan(
+        name="t", dim=12, tables=(TablePlan("t", 5),), optimizer=OptimizerPlan(name="sgd", lr=1.0)
+    )
+    plan = JobPlan(job="j", seed=1, groups=(group,), servers=1, workers=1)
+    server = Server(Peer("server", 0, 1), plan)
+    servers = (ServerInView(0, 1, starts=True, since=ViewNumber(1)),)
+    view = View(ViewNumber(1), "running", servers, (WorkerInView(0, 1, starts=True),))
+    server.receive(Envelope(Peer("supervisor"), server.me, view), 0.0)
+    worker, parts = Peer("worker", 0, 1), (Part(0, 5),)
+
+    def answers(message: Message, *frames: Frame) -> list[tuple[Message, list[Any]]]:
+        server.outbox.clear()
+        server.receive(Envelope(worker, server.me, message, frames), 0.0)
+        return [
+            (e.message, [np.frombuffer(frame, np.float32) for frame in e.frames])
+            for e in server.outbox
+            if e.target == worker
+        ]
+
+    before = server.shards[0].pull(PLACES)
+    push = Push(1, Position(0, 0), 8, parts, stage=True, returns=0)
+    ((staged, (preview,)),) = answers(push, PLACES, VALUES)
+    assert staged == Pushed(1, applied=False, rows=5)
+    assert np.array_equal(server.shards[0].pull(PLACES), before), "staged only"
+    for _ in range(2):  # asked again: answered once
+        assert answers(Pull(7, parts, after=1), PLACES) == []
+    assert len(answers(Pull(8, parts), PLACES)) == 1
+    (rows, (pulled,)), (pushed, _) = answers(Commit(1))
+    assert rows == Rows(7, parts)
+    assert isinstance(pushed, Pushed)
+    assert pushed.applied
+    assert np.array_equal(pulled, (before - 1).ravel())
+    assert np.array_equal(pulled, preview)
+    assert [message for message, _ in answers(Commit(1))] == [pushed]
+    assert answers(Pull(9, parts, after=2), PLACES) == []
+    assert server._ahead
+    replaced = View(ViewNumber(2), "running", servers, (WorkerInView(0, 2, starts=True, sequence=1),))
+    server.receive(Envelope(Peer("supervisor"), server.me, replaced), 0.0)
+    assert not server._ahead, "nobody waits any more"

@@ -6,7 +6,7 @@ import hashlib
 import math
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdfast.coding.placement import Placement
-from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
+from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
 
 SGD = OptimizerPlan(name="sgd", lr=0.5)
@@ -204,6 +204,25 @@ def test_arrays_with_gaps_or_at_odd_addresses_are_taken_too() -> None:
     shard.push(np.arange(8)[::2], gradients[:, ::2])
     twin.push(np.arange(0, 8, 2), odd)
     np.testing.assert_array_equal(shard.records, twin.records)
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_a_preview_is_what_a_push_leaves(name: OptimizerName) -> None:
+    group = plan_of(40, optimizer=OptimizerPlan(name=name, lr=0.1))
+    shard = GroupShard(group, Placement(1), 0, 1, keep_changes=True)
+    rng = np.random.default_rng(0)
+    places = rng.permutation(40)[:17].astype(np.uint32)
+    for _ in range(3):
+        gradients = rng.standard_normal((17, 6)).astype(np.float32)
+        before, told = shard.records.copy(), len(shard.changes)
+        marks = shard.marks.copy()
+        seen = shard.preview(places, gradients)
+        assert np.array_equal(shard.records, before)
+        assert np.array_equal(shard.marks, marks)
+        assert len(shard.changes) == told
+        shard.push(places, gradients)
+        assert np.array_equal(shard.pull(places), seen)
+    assert shard.preview(places[:0], gradients[:0]).shape == (0, 6)
 
 
 def test_first_values_that_are_installed_count_once() -> None:

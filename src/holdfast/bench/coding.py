@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
 from holdfast.coding.codes import code_for
 from holdfast.kernels import coding as loops
+from holdfast.kernels.memory import aligned_zeros
 
 K = 4
 WORDS = (32, 128)
@@ -57,7 +58,7 @@ def measure_updates(report: Report, words: int, rounds: int, table_bytes: int = 
     """Pushes of differences to one, two and three parities."""
     rng = np.random.default_rng(0)
     records = table_bytes // (words * 4)
-    parities = np.zeros((3, records, words), np.uint32)
+    parities = [aligned_zeros(records, words) for _ in range(3)]
     pushes = [rng.integers(0, records, PUSH_RECORDS).astype(np.uint32) for _ in range(16)]
     members = rng.integers(0, K, PUSH_RECORDS)
     differences = rng.integers(0, 2**32, (PUSH_RECORDS, words), dtype=np.uint32)

@@ -95,11 +95,17 @@ class PushCall(Call):
     staged: bool = False
     """Whether some server waits for a commit."""
     committing: bool = False
+    """Whether all servers have it, so that it counts everywhere, whatever happens."""
     returned: Floats | None = None
     """The new weights of the last group's rows, as answers bring them; None: they were not asked for."""
     lacking: set[int] = field(default_factory=set)
     """Servers that have not sent theirs."""
     spread: Spread | None = None
+
+    @property
+    def certain(self) -> bool:
+        """Whether it counts everywhere, whatever happens."""
+        return self.done or self.committing
 
 
 class Calls:
@@ -172,8 +178,15 @@ class Calls:
                     pull.questions[server.slot].asked = self._now
                     self._send(server.slot, pull.questions[server.slot])
 
-    def pull(self, spreads: Sequence[Spread], now: float) -> PullCall:
-        """Ask for the weights of these rows, one spread for each group."""
+    @property
+    def certain(self) -> int:
+        """The last push that counts everywhere, whatever happens."""
+        pushes = (call.sequence for call in self._pushes if call.certain)
+        return max(pushes, default=self.kept_sequence)
+
+    def pull(self, spreads: Sequence[Spread], now: float, after: int = 0) -> PullCall:
+        """Ask for the weights of these rows, one spread for each group, as they are after a push that is
+        ``certain``."""
         self._requests += 1
         self._now = now
         dims = [group.dim for group in self._plan.groups]
@@ -183,7 +196,7 @@ class Calls:
             wanted = [(g, s.places[s.at(server)]) for g, s in enumerate(spreads)]
             parts = tuple(Part(g, len(places)) for g, places in wanted if len(places))
             if parts:
-                self._ask(call, server, Pull(call.request, parts), [p for _, p in wanted if len(p)])
+                self._ask(call, server, Pull(call.request, parts, after), [p for _, p in wanted if len(p)])
         if not call.done:
             self._pulls[call.request] = call
         return call
@@ -334,14 +347,14 @@ class Calls:
         call = self._numbered(message.sequence)
         if call is None or server not in call.questions:
             return
+        if not call.committing and call.returned is not None and call.spread is not None and frames:
+            here = call.spread.at(server)
+            shape = (here.stop - here.start, call.returned.shape[1])
+            if len(frames) == 1 and message.rows == shape[0]:
+                call.returned[here] = as_array(frames[0], np.float32, shape)
+                call.lacking.discard(server)
         if message.applied:
             del call.questions[server]
-            if call.returned is not None and call.spread is not None and frames:
-                here = call.spread.at(server)
-                shape = (here.stop - here.start, call.returned.shape[1])
-                if len(frames) == 1 and message.rows == shape[0]:
-                    call.returned[here] = as_array(frames[0], np.float32, shape)
-                    call.lacking.discard(server)
         elif not call.committing and isinstance(call.questions[server].message, Push):
             del call.questions[server]
             call.staged = True
@@ -370,18 +383,15 @@ class Calls:
 
     def _ask_push(self, call: PushCall, server: int) -> None:
         if call.committing:
-            self._ask(call, server, Commit(call.sequence, self._returns(call)), ())
+            self._ask(call, server, Commit(call.sequence), ())
         else:
             self._ask(call, server, *self._push_message(call, server))
 
     def _push_message(self, call: PushCall, server: int) -> tuple[Push, Sequence[Frame]]:
         parts, frames = call.frames[server]
-        atomic = self._plan.atomic
-        returns = -1 if atomic else self._returns(call)
-        return Push(call.sequence, call.batch, call.samples, parts, stage=atomic, returns=returns), frames
-
-    def _returns(self, call: PushCall) -> int:
-        return -1 if call.returned is None else len(self._plan.groups) - 1
+        returns = -1 if call.returned is None else len(self._plan.groups) - 1
+        stage = self._plan.atomic
+        return Push(call.sequence, call.batch, call.samples, parts, stage=stage, returns=returns), frames
 
     def _ask(self, call: Call, server: int, message: Message, frames: Sequence[Frame]) -> None:
         patience = self._plan.timing.retry_seconds

@@ -58,6 +58,8 @@ class Pull(Struct, frozen=True, array_like=True, tag="pull"):
 
     request: int
     parts: tuple[Part, ...]
+    after: int = 0
+    """The worker's push that they must contain: the server waits for it, if it is still on its way."""
 
 
 class Rows(Struct, frozen=True, array_like=True, tag="rows"):
@@ -97,11 +99,11 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     """Worker → server: all servers have staged this push; apply it."""
 
     sequence: int
-    returns: int = -1
 
 
 class Pushed(Struct, frozen=True, array_like=True, tag="pushed"):
-    """The answer to ``Push`` and ``Commit``. Frame, if it has rows: their new weights."""
+    """The answer to ``Push`` and ``Commit``. Frame, if it has rows: their new weights, or those that a push
+    which is only staged will leave."""
 
     sequence: int
     applied: bool

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from holdfast.coding.codes import code_for
 from holdfast.coding.placement import Placement
+from holdfast.kernels.memory import aligned_zeros
 from holdfast.tables.first_values import first_records
 from holdfast.tables.plan import GroupPlan
 
@@ -36,7 +37,7 @@ class ParityShard:
         self.server = server
         self.code = code_for(placement.k, placement.r)
         self.blocks = placement.blocks(plan.rows)
-        self.records: Records = np.zeros((self.blocks * placement.r, plan.words), np.uint32)
+        self.records: Records = aligned_zeros(self.blocks * placement.r, plan.words)
         self._lacks: NDArray[np.bool_] | None = None
         if seed is None:
             self._lacks = np.ones((placement.k, len(self.records)), np.bool_)
@@ -91,7 +92,8 @@ class ParityShard:
         places = self._places(parity, blocks)
         if self._lacks is not None:
             inside = ~self._lacks[member, places]
-            places, differences = places[inside], differences[inside]
+            if not inside.all():
+                places, differences = places[inside], differences[inside]
         self.code.update(self.records, places, parity, member, read_only(differences))
 
     def add(self, parity: int, member: int, blocks: Blocks, values: Records) -> None:
@@ -100,7 +102,9 @@ class ParityShard:
             return
         places = self._places(parity, blocks)
         outside = self._lacks[member, places]
-        self.code.update(self.records, places[outside], parity, member, read_only(values[outside]))
+        if not outside.all():
+            places, values = places[outside], values[outside]
+        self.code.update(self.records, places, parity, member, read_only(values))
         self._lacks[member, places] = False
 
     def forget(self, parity: int, blocks: Blocks) -> None:

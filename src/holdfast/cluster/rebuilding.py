@@ -133,7 +133,8 @@ class Rebuilding:
         for at in job.lacking.values():
             good[at] = False
         chosen = np.flatnonzero(good)
-        syndromes = parity.get(job.parity, job.blocks[chosen]) ^ job.sums[chosen]
+        syndromes = parity.get(job.parity, job.blocks[chosen])
+        syndromes ^= job.sums if len(chosen) == len(job.sums) else job.sums[chosen]
         lacking = {-1: np.flatnonzero(~whole), **job.lacking}
         lacking = {member: at for member, at in lacking.items() if len(at)}
         owners = [placement.member_server(parity.server, job.parity, m) for m in job.without]

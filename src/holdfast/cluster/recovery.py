@@ -319,11 +319,13 @@ class Recovery:
         code = self._protection.parities[group].code
         syndromes: dict[int, Records] = {}
         for t, (_, good, records, _) in ask.answers.items():
-            syndromes[t] = np.ascontiguousarray(records[np.searchsorted(good, at)])
+            # Both ascend, and what is solvable is good: as many are the same ones. Loops want a copy.
+            same = code.r == 1 and len(good) == len(at)
+            syndromes[t] = records if same else records[np.searchsorted(good, at)]
         found = code.solve(ask.without, syndromes)[ask.without.index(ask.member)]
         places = ask.blocks[at] * self._plan.placements[group].k + ask.member
         new = self._missing[group][places]  # one that was here already may have changed since
-        shard.write(places[new], np.ascontiguousarray(found[new]))
+        shard.write(*((places, found) if new.all() else (places[new], found[new])))
         self._missing[group][places] = False
         self._left[group] -= int(new.sum())
         self.recovered += int(new.sum())

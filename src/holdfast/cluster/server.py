@@ -54,6 +54,7 @@ from holdfast.tables.shard import GroupShard
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
 """A group, places of its rows, and their gradients."""
 _NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
+_MOST_AHEAD = 8
 _MOST_EARLY = 256
 """Messages that are kept for a server's start; whoever gets no answer asks again."""
 
@@ -148,6 +149,7 @@ class Server:
         self._kept_told = [0] * plan.workers
         self._pushed_at = [0.0] * plan.workers
         self._waiting: dict[tuple[Peer, str, int], Envelope] = {}
+        self._ahead: dict[Peer, dict[int, Envelope]] = {}
         self._changed = False
         self._early: list[Envelope] = []
         self.protection: Protection | None = None
@@ -203,8 +205,8 @@ class Server:
             self.rebuilding.tick(now)
             if self.recovery is not None:
                 self.recovery.tick(now)
+            self._rebuild(now)
             if self.recovery is None or not self.recovery.left:
-                self.rebuilding.rebuild(now)
                 self.rebuilding.scrub(now)
             self._tell_kept()
         if now >= self._next_beat or self._told != self._news():
@@ -320,6 +322,12 @@ class Server:
         elif isinstance(message, Syndromes) and self.recovery is not None:
             self.recovery.receive(source, message, frames, self._now)
         self.rebuilding.finish(self._now)
+        self._rebuild(self._now)
+
+    def _rebuild(self, now: float) -> None:
+        """Rebuild lost parities, when all rows are back: those are what somebody waits for."""
+        if self.recovery is None or not self.recovery.left:
+            self.rebuilding.rebuild(now)
 
     def _adopt(self, view: View) -> None:
         if view.number <= self.view.number:
@@ -329,6 +337,8 @@ class Server:
         if mine is None or mine.incarnation != self.me.incarnation:
             return  # another has taken its place: nothing that it does counts any more
         self._ledger.adopt(view.workers)
+        current = {Peer("worker", worker.slot, worker.incarnation) for worker in view.workers}
+        self._ahead = {source: pulls for source, pulls in self._ahead.items() if source in current}
         self._note_changes()
         if mine.starts and not self.started.epoch:
             self._start(mine, view)
@@ -426,6 +436,7 @@ class Server:
         answer = self._ledger.push(
             source, message.sequence, message.batch, updates, samples=message.samples, stage=message.stage
         )
+        self._serve_ahead(source)
         return self._with_rows(self._with_kept(answer, source), updates, message.returns)
 
     def _commit(self, envelope: Envelope, message: Commit) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
@@ -433,25 +444,44 @@ class Server:
         if (source, "push", message.sequence) in self._waiting:
             self._waiting[source, "commit", message.sequence] = envelope
             return None, ()
-        updates: list[Update] = []
-        if 0 <= source.slot < self.plan.workers:
-            updates = self._ledger.staged(source.slot, message.sequence) or []
         answer = self._with_kept(self._ledger.commit(source, message.sequence), source)
-        return self._with_rows(answer, updates, message.returns)
+        self._serve_ahead(source)
+        return answer, ()
+
+    def _is_ahead(self, envelope: Envelope, message: Pull) -> bool:
+        """Whether a pull has overtaken the push that it must see the effect of: it waits for that."""
+        source = envelope.source
+        if source.role != "worker" or not 0 <= source.slot < self.plan.workers:
+            return False
+        if self._ledger.applied(source.slot) >= message.after:
+            return False
+        ahead = self._ahead.setdefault(source, {})
+        if len(ahead) < _MOST_AHEAD:
+            ahead[message.request] = envelope
+        return True
+
+    def _serve_ahead(self, source: Peer) -> None:
+        for envelope in self._ahead.pop(source, {}).values() if self._ahead else ():
+            self.receive(envelope, self._now)
 
     def _with_rows(
         self, answer: Pushed | Refused | None, updates: Sequence[Update], group: int
     ) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
-        """The answer to a push, with the new weights of a group's rows if they were asked for."""
-        if group >= 0 and isinstance(answer, Pushed) and answer.applied:
-            for number, places, _ in updates:
+        """The answer to a push, with the new weights of a group's rows if they were asked for: those that it
+        will leave if it is only staged, so that the worker need not wait for its commit."""
+        if group >= 0 and isinstance(answer, Pushed):
+            for number, places, gradients in updates:
                 if number == group:
-                    return replace(answer, rows=len(places)), [self.shards[group].pull(places)]
+                    shard = self.shards[group]
+                    rows = shard.pull(places) if answer.applied else shard.preview(places, gradients)
+                    return replace(answer, rows=len(places)), [rows]
         return answer, ()
 
     def _pull(self, envelope: Envelope, message: Pull) -> tuple[Rows | None, Sequence[Frame]]:
         if len(envelope.frames) != len(message.parts):
             raise ValueError("a pull whose frames do not fit its parts")
+        if self._is_ahead(envelope, message):
+            return None, ()
         missing = tuple(p.group for p in message.parts if not self._shard(p).installed)
         if missing:
             return Rows(message.request, (), missing), ()

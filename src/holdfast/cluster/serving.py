@@ -138,6 +138,7 @@ def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
         values = as_array(zeros, np.float32, (3, group.dim))
         shard.install(places, values)
         shard.push(places, values)
+        shard.preview(places, values)
         shard.pull(places)
         shard.write(places, shard.records.copy())
         shard.write(np.arange(3), shard.records.copy())  # as rows come back

@@ -84,7 +84,7 @@ class Worker:
         self._computed: Item | None = None
         self._push: PushCall | None = None
         self._network: tuple[int, Floats | None] = (0, None)
-        """The network's rows after a push that all servers have applied."""
+        """The network's rows after a push that is certain."""
         self._last_sequence = 0
         self._next_beat = 0.0
         self._told: State = "ready"
@@ -209,22 +209,23 @@ class Worker:
         """Ask for what a batch needs, as soon as it may be asked for.
 
         A row of a table may lack so many of this worker's own batches. The network may lack none: every batch
-        moves all of it, and steps that do not see each other overshoot, at the start most of all.
+        moves all of it, and steps that do not see each other overshoot, at the start most of all. Nobody
+        waits for the answers to a commit: servers take it before they answer what is asked behind it.
         """
-        missing = item.sequence - 1 - self.applied
-        if self.plan.staleness == 0:
-            if item.pull is None and missing == 0:
-                item.pull = self.calls.pull(item.spreads, now)
-            return
-        *tables, network = item.spreads
-        nothing = empty_spread(self.plan.servers)
-        if item.pull is None and missing <= self.plan.staleness:
-            item.pull = self.calls.pull([*tables, nothing], now)
-        if item.network is None and missing == 0:
-            sequence, rows = self._network
-            if rows is not None and sequence == self.applied and len(rows) == len(network.places):
-                item.network = PullCall(rows=[rows])  # the answers to the last push have brought it
+        after = item.sequence - 1 - self.plan.staleness
+        if item.pull is None and after <= self.calls.certain:
+            if self.plan.staleness == 0:
+                item.pull = self.calls.pull(item.spreads, now, after)
             else:
+                nothing = empty_spread(self.plan.servers)
+                item.pull = self.calls.pull([*item.spreads[:-1], nothing], now, max(0, after))
+        if self.plan.staleness and item.network is None:
+            *tables, network = item.spreads
+            sequence, rows = self._network
+            if rows is not None and sequence == item.sequence - 1 and len(rows) == len(network.places):
+                item.network = PullCall(rows=[rows])  # the answers to the last push have brought it
+            elif self.applied == item.sequence - 1:
+                nothing = empty_spread(self.plan.servers)
                 item.network = self.calls.pull([*([nothing] * len(tables)), network], now)
 
     def _mine(self) -> WorkerInView | None:
@@ -245,11 +246,12 @@ class Worker:
 
     def _go_on(self, now: float) -> None:
         """Do whatever has become possible."""
-        if self._push is not None and self._push.done:
-            self.applied = self._push.sequence
+        push = self._push
+        if push is not None and push.certain and push.returned is not None and not push.lacking:
+            self._network = push.sequence, push.returned
+        if push is not None and push.done:
+            self.applied = push.sequence
             self._stepped_at = now
-            if self._push.returned is not None and not self._push.lacking:
-                self._network = self.applied, self._push.returned
             self._push = None
         if self._push is None and self._computed is not None and self.calls.applied:
             item, self._computed = self._computed, None

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,11 +19,12 @@ from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import Figures, Happening, NodeStatus, Peer, Status
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.resuming import open_saving
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
-from holdfast.cluster.versions import Versions
 from holdfast.events import EventLog
+
+if TYPE_CHECKING:
+    from holdfast.cluster.versions import Versions
 
 STATE_FILE = "supervisor.json"
 _STATUS_SECONDS = 0.25
@@ -95,6 +97,10 @@ def _keeper(plan: JobPlan, events: EventLog, runs: ThreadPoolExecutor, *, first:
         )
     if plan.saving is None:
         return None
+    # They take half a second to load, which other jobs need not wait for.
+    from holdfast.cluster.resuming import open_saving  # noqa: PLC0415
+    from holdfast.cluster.versions import Versions  # noqa: PLC0415
+
     return Versions(plan, lambda: open_saving(plan), runs, time.monotonic())
 
 

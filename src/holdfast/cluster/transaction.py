@@ -111,11 +111,6 @@ class PushLedger(Generic[Gradients]):
             account = self._accounts[mark.slot]
             account.sequence, account.batch, account.samples = mark.sequence, mark.batch, mark.samples
 
-    def staged(self, worker: int, sequence: int) -> Gradients | None:
-        """What a worker has staged, if it is this push."""
-        staged = self._accounts[worker].staged
-        return staged.gradients if staged is not None and staged.sequence == sequence else None
-
     def applied(self, worker: int) -> int:
         """The last push of a worker that was applied."""
         return self._accounts[worker].sequence

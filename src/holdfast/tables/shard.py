@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from holdfast.kernels import rows as row_loops
 from holdfast.kernels import update
+from holdfast.kernels.memory import aligned_zeros
 from holdfast.tables.changes import Changes
 from holdfast.tables.first_values import drawing
 from holdfast.tables.optimizers import updater
@@ -18,7 +19,6 @@ Places = NDArray[np.uint32] | NDArray[np.int64]
 Floats = NDArray[np.float32]
 Records = NDArray[np.uint32]
 
-_LINE_WORDS = 16
 _NO_BITS: NDArray[np.uint64] = np.zeros(0, np.uint64)
 
 
@@ -92,7 +92,7 @@ class GroupShard:
 
     def space(self, count: int, words: int) -> Records:
         """Zeros for so many records."""
-        return _aligned(count, words)
+        return aligned_zeros(count, words)
 
     def rows_of(self, places: Places) -> NDArray[np.int64]:
         """The rows of the group that these records are; beyond the last for those that stand for none."""
@@ -115,6 +115,17 @@ class GroupShard:
         places = self._checked(places, self._seen)
         changes = self.changes.for_update(len(places))
         self._update(self.records, places, gradients, self.marks, changes)
+
+    def preview(self, places: Places, gradients: Floats) -> Floats:
+        """The weights that ``push`` would leave, [places, dim]; nothing changes."""
+        gradients = self._shaped(gradients, np.float32, len(places), self.plan.dim, "gradients")
+        places = self._checked(places, self._seen)
+        copies = self.records[places]
+        numbers = np.arange(len(places), dtype=places.dtype)
+        numbers.flags.writeable = False  # as those of messages are: the loop is compiled for these
+        nobody = Changes(copies, 1, keep=False).for_update(0)
+        self._update(copies, numbers, gradients, np.zeros(-(-len(copies) // 64), np.uint64), nobody)
+        return np.ascontiguousarray(copies[:, : self.plan.dim]).view(np.float32)
 
     def install(self, places: Places, weights: Floats) -> bool:
         """Give the rows their first weights, [places, dim]; their optimizer state is zero.
@@ -207,10 +218,3 @@ def _in_order(array: NDArray[Any]) -> NDArray[Any]:
     """The same, contiguous and aligned: what messages bring is so already, and ``np.require`` is slow."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=["C", "A"])
-
-
-def _aligned(count: int, words: int) -> Records:
-    """Zeros that begin at a cache line: NumPy's own begin in its middle, and records would straddle lines."""
-    space = np.zeros(count * words + _LINE_WORDS, np.uint32)
-    first = -(space.ctypes.data // 4) % _LINE_WORDS
-    return space[first : first + count * words].reshape(count, words)
