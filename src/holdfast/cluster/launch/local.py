@@ -117,12 +117,15 @@ class _Node:
         """Whether it has ended; if so, what it started and left behind has, too."""
         self.template.look()
         if self.returncode is None and self.pid is not None:
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return False
-            # Before it is reaped: until then no other process can have its number.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signals.SIGKILL)
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            try:
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return False
+                # Before it is reaped: until then no other process can have its number.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signals.SIGKILL)
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            except ChildProcessError:  # somebody else in this process waits for all children there are
+                self.returncode = 1
         if self.returncode is not None:
             self.close_stdin()
         return self.returncode is not None
@@ -316,7 +319,8 @@ def _adopt(change: int) -> None:
     global _adopters  # noqa: PLW0603 (the kernel has one such flag for the process)
     with _adopting:
         _adopters += change
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(_adopters > 0), 0, 0, 0)
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(_adopters > 0), 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "this process cannot become a subreaper")
 
 
 def _rename(log: Path, name: str) -> Path:
