@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from holdfast.cluster.launch import local
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.messages import Peer
 from holdfast.cluster.node import Assignment
@@ -197,6 +198,22 @@ def test_nodes_outlive_their_template(launcher: LocalLauncher, tmp_path: Path) -
     assert until(launcher.exited) == [(other, 0)]
     assert is_alive(first)
     assert until(launcher.exited) == [(SERVER, 0)]
+
+
+def test_a_template_that_hangs_is_given_up(
+    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher.warm("server")
+    assert launcher.warm_pids("server")
+    launcher.start(assignment(ready=str(tmp_path / "ready")))
+    assert until(launcher.exited) == [(SERVER, 0)]
+    os.kill(launcher.template_pid("server"), signal.SIGSTOP)
+    monkeypatch.setattr(local, "_FORK_SECONDS", 0.1)
+    launcher.start(assignment(other := Peer("server", 0)))
+    assert until(launcher.exited) == [(other, 1)]
+    monkeypatch.undo()
+    launcher.start(assignment(again := Peer("server", 0, 2)))
+    assert until(launcher.exited) == [(again, 0)]
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:

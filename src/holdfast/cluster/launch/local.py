@@ -39,6 +39,8 @@ ONE_THREAD: Final[Mapping[str, str]] = dict.fromkeys(
 _PIPE_BYTES: Final = 64 << 10  # what a pipe takes without a reader
 _TERM_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 0.01
+_FORK_SECONDS: Final = 120.0
+"""A template that has not forked by then hangs: compiling for the first time takes less."""
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
 
 
@@ -48,6 +50,7 @@ class _Template:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         self._asked: deque[_Node] = deque()
+        self._since = 0.0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("wb", buffering=0) as output:
             self._popen = subprocess.Popen(
@@ -61,6 +64,8 @@ class _Template:
 
     def ask(self, node: _Node, stdin: int) -> None:
         """Ask for a node, which reads from ``stdin``. Returns at once: see ``look``."""
+        if not self._asked:
+            self._since = time.monotonic()
         self._asked.append(node)
         with node.log.open("ab", buffering=0) as output, contextlib.suppress(OSError):
             socket.send_fds(self._socket, [b"+"], [stdin, output.fileno()])  # if it has ended: ``look``
@@ -71,13 +76,16 @@ class _Template:
             with contextlib.suppress(ConnectionError):
                 if answer := self._socket.recv(32):
                     self._asked.popleft().pid = int(answer)
+                    self._since = time.monotonic()
                     continue
-            code = self._popen.wait()
+            code = max(0, self._popen.wait())
             for node in self._asked:
                 node.returncode = code or 1
                 with contextlib.suppress(OSError):
                     node.log.write_bytes(self.log.read_bytes())
             self._asked.clear()
+        if self._asked and time.monotonic() > self._since + _FORK_SECONDS:
+            self._popen.kill()
 
     @property
     def pid(self) -> int:
