@@ -48,7 +48,7 @@ RECORD_BYTES = 2 * DIM * 4
 # More than the processor's caches hold: each side finds them as cold as the other.
 _EVICT = np.zeros(64 << 20, np.uint8)
 _FLOOR_ROWS = STRETCH_BYTES // RECORD_BYTES
-# More than a restore takes for rows that it keeps for a while.
+# More than a restore takes at once for what it has read.
 _SETTLED_BYTES = LEAST_LIMIT_BYTES + (64 << 20)
 
 
@@ -297,7 +297,7 @@ def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds
     def restore(name: str, checkpoint: int, *, baseline: bool) -> float:
         with runs[name].open(checkpoint) as reader:
             loader = RowLoader(reader.groups, fields.__getitem__)
-            _settle_memory()
+            _settle_memory(reader.total_bytes())
             return stopwatch(lambda: reader.read_rows(loader, baseline=baseline))
 
     def all_samples(names: Sequence[str], *, baseline: bool) -> dict[str, list[float]]:
@@ -364,14 +364,14 @@ def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds
     )
 
 
-def _settle_memory() -> None:
-    """Touch as much memory as a restore may need, and free it.
+def _settle_memory(bytes_read: int) -> None:
+    """Touch as much memory as a restore of so many bytes may take, and free it.
 
-    The host of a virtual machine may take back what has been free for a second or two, and gives it again page
-    by page, tens of times slower than memory is cleared. Whom that meets would be chance, and more often the
-    side that takes more memory.
+    The host of a virtual machine may take back what has been free for a second or two, and gives it again
+    page by page, tens of times slower than memory is cleared. Whom that meets would be chance, and more often
+    the side that takes more memory.
     """
-    np.empty(_SETTLED_BYTES, np.uint8)[:: mmap.PAGESIZE] = 1
+    np.empty(min(bytes_read, _SETTLED_BYTES), np.uint8)[:: mmap.PAGESIZE] = 1
 
 
 def _fields(one: StrategyRun) -> dict[str, tuple[NDArray[np.uint8], ...]]:
@@ -414,7 +414,7 @@ class _Floor:
 
     def __call__(self) -> float:
         begins = range(0, len(self._ids), _FLOOR_ROWS)
-        _settle_memory()
+        _settle_memory(len(self._ids) * RECORD_BYTES)
         return stopwatch(lambda: run_all(self._load, begins))
 
     def _load(self, begin: int) -> None:
