@@ -14,6 +14,7 @@ incremental only without it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
 from holdfast.checkpoint.api import Checkpointer
+from holdfast.checkpoint.overlay import LEAST_LIMIT_BYTES
 from holdfast.checkpoint.restore import RowLoader, VersionReader, open_version
 from holdfast.checkpoint.stretches import STRETCH_BYTES, run_all, thread_buffer
 from holdfast.data.criteo_shape import capped_rows
@@ -46,6 +48,8 @@ RECORD_BYTES = 2 * DIM * 4
 # More than the processor's caches hold: each side finds them as cold as the other.
 _EVICT = np.zeros(64 << 20, np.uint8)
 _FLOOR_ROWS = STRETCH_BYTES // RECORD_BYTES
+# More than a restore takes at once for what it has read.
+_SETTLED_BYTES = LEAST_LIMIT_BYTES + (64 << 20)
 
 
 def run(report: Report) -> None:
@@ -283,13 +287,17 @@ def _read_over_live(trace: Trace, one: StrategyRun) -> tuple[list[float], list[i
 
 
 def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds: int) -> None:
-    """Times of restores into the same live tables; the stores' files are in the page cache."""
+    """Times of restores into the same live tables; the stores' files are in the page cache.
+
+    And free memory is this machine's, see ``_settle_memory``.
+    """
     fields = _fields(runs["chunked"])
     samples = _sampled(trace.versions)
 
     def restore(name: str, checkpoint: int, *, baseline: bool) -> float:
         with runs[name].open(checkpoint) as reader:
             loader = RowLoader(reader.groups, fields.__getitem__)
+            _settle_memory(reader.total_bytes())
             return stopwatch(lambda: reader.read_rows(loader, baseline=baseline))
 
     def all_samples(names: Sequence[str], *, baseline: bool) -> dict[str, list[float]]:
@@ -356,6 +364,16 @@ def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds
     )
 
 
+def _settle_memory(bytes_read: int) -> None:
+    """Touch as much memory as a restore of so many bytes may take, and free it.
+
+    The host of a virtual machine may take back what has been free for a second or two, and gives it again
+    page by page, tens of times slower than memory is cleared. Whom that meets would be chance, and more often
+    the side that takes more memory.
+    """
+    np.empty(min(bytes_read, _SETTLED_BYTES), np.uint8)[:: mmap.PAGESIZE] = 1
+
+
 def _fields(one: StrategyRun) -> dict[str, tuple[NDArray[np.uint8], ...]]:
     """The live fields of each table, as a restore writes to them."""
     fields: dict[str, tuple[NDArray[np.uint8], ...]] = {}
@@ -396,6 +414,7 @@ class _Floor:
 
     def __call__(self) -> float:
         begins = range(0, len(self._ids), _FLOOR_ROWS)
+        _settle_memory(len(self._ids) * RECORD_BYTES)
         return stopwatch(lambda: run_all(self._load, begins))
 
     def _load(self, begin: int) -> None:

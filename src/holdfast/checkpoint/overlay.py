@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.chunk import DecodedPiece, Piece
-from holdfast.checkpoint.records import Group, RowIds, Rows, in_words
+from holdfast.checkpoint.records import MOST_ROWS, Group, RowIds, Rows, in_words
 from holdfast.checkpoint.stretches import OpenFile
 from holdfast.kernels.rows import lay_over_rows
 
@@ -104,7 +104,8 @@ class Overlay:
         firsts: dict[int, list[int]] = {}
         for _, piece in base:
             firsts.setdefault(piece.group, []).append(piece.first_id)
-        self._firsts = {group: np.array(sorted(ids), np.int64) for group, ids in firsts.items()}
+        # Behind the last piece there is no id.
+        self._edges = {group: np.array([*sorted(ids), MOST_ROWS], np.int64) for group, ids in firsts.items()}
         self._layers: dict[int, list[_Layer]] = {group: [] for group in firsts}
         self._addresses: dict[int, _Addresses] = {}
 
@@ -112,10 +113,8 @@ class Overlay:
         """Keep a piece, of whose rows those at the positions belong to the version; None: all of them."""
         group = decoded.piece.group
         ids = decoded.rows.ids if positions is None else decoded.rows.ids[positions]
-        cuts = np.append(np.searchsorted(ids, self._firsts[group]), len(ids))
-        self._layers[group].append(
-            _Layer(decoded.piece.rank, ids, positions, decoded.rows.fields, cuts.astype(np.int64))
-        )
+        cuts = ids.searchsorted(self._edges[group])
+        self._layers[group].append(_Layer(decoded.piece.rank, ids, positions, decoded.rows.fields, cuts))
 
     def finish(self) -> None:
         """All have been added."""
@@ -136,7 +135,7 @@ class Overlay:
         if not self._layers[piece.group]:
             return
         layers = self._addresses[piece.group]
-        number = int(np.searchsorted(self._firsts[piece.group], piece.first_id))
+        number = int(self._edges[piece.group].searchsorted(piece.first_id))
         for fields, values in zip(layers.fields, rows.fields, strict=True):
             lay_over_rows(
                 layers.ids,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -216,20 +216,37 @@ def thread_buffer(size: int) -> NDArray[np.uint8]:
 
 
 def run_all(
-    work: Callable[[Item], None], items: Sequence[Item], on_error: Callable[[], None] = lambda: None
+    work: Callable[[Item], None], items: Iterable[Item], on_error: Callable[[], None] = lambda: None
 ) -> None:
-    """Do the work for each, begun in their order; raises the first error after all threads have stopped."""
-    with ThreadPoolExecutor(min(THREADS, max(len(items), 1)), "holdfast-read") as pool:
-        futures = [pool.submit(work, item) for item in items]
+    """Do the work for each, begun in their order; an error is raised after all threads have stopped."""
+    # Threads take items themselves: one that waits for each would wake up as often, and need the interpreter.
+    left = deque(items)
+    threads = min(THREADS, max(len(left), 1))
+
+    def stop() -> None:
+        left.clear()
+        on_error()
+
+    def run() -> None:
+        while True:
+            try:
+                item = left.popleft()
+            except IndexError:
+                return
+            try:
+                work(item)
+            except BaseException:
+                stop()
+                raise
+
+    with ThreadPoolExecutor(threads, "holdfast-read") as pool:
+        futures = [pool.submit(run) for _ in range(threads)]
         try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            on_error()
-            pool.shutdown(wait=True, cancel_futures=True)
-            for future in futures:
-                if future.done() and not future.cancelled():
-                    error = future.exception()
-                    if error is not None and not isinstance(error, CancelledError):
-                        raise error from None
+            wait(futures)
+        except BaseException:  # whoever waits has been interrupted
+            stop()
             raise
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    # Those that only stopped because another one failed say so.
+    for error in sorted(errors, key=lambda error: isinstance(error, CancelledError)):
+        raise error
