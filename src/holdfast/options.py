@@ -271,7 +271,7 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
             ends the job.
         rings: whether servers form rings of k + r that share nothing, so that failures of more than r
             servers are survived unless they fall into one ring.
-        chunk_rows: rows that are recovered at a time behind the training's back.
+        chunk_rows: rows that are recovered at a time behind the training's back; None: 4 MB of them.
         recovery_share: how much of the time that may take: 1 is as fast as it can.
         scrub_seconds: how long it is to take to check all parities while training runs, over and over; 0:
             they are not checked.
@@ -284,8 +284,8 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
     atomic: bool = True
     dense: Literal["replicate", "workers", "none"] = "replicate"
     rings: bool = False
-    chunk_rows: int = 8192
-    recovery_share: float = 0.25
+    chunk_rows: int | None = None
+    recovery_share: float = 0.2
     scrub_seconds: float = 0.0
     beyond: Literal["job", "rows"] = "job"
 
@@ -307,8 +307,8 @@ class Replication(Struct, frozen=True, tag_field="kind", tag="replication", forb
     copies: int = 2
     atomic: bool = True
     rings: bool = False
-    chunk_rows: int = 8192
-    recovery_share: float = 0.25
+    chunk_rows: int | None = None
+    recovery_share: float = 0.2
     scrub_seconds: float = 0.0
     beyond: Literal["job", "rows"] = "job"
 
@@ -399,7 +399,8 @@ def parse_protection(text: str) -> Protection:
 
 
 def _check_recovery(options: ErasureCode | Replication) -> None:
-    _at_least("chunk_rows", options.chunk_rows, 1)
+    if options.chunk_rows is not None:
+        _at_least("chunk_rows", options.chunk_rows, 1)
     _at_least("scrub_seconds", options.scrub_seconds, 0)
     if not 0 < options.recovery_share <= 1:
         raise ConfigError(f"recovery_share is {options.recovery_share}: expected more than 0, up to 1")

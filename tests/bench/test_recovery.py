@@ -31,7 +31,7 @@ def test_every_claimed_figure() -> None:
     report = Report("recovery", quick=True, console=Console(file=io.StringIO()))
     recovery.measure(report, recovery.Scale(
         max_rows=(2000,), ks=(2,), servers=None, kills=1, seconds=0.3, workers=1, exact=((2, 1),),
-        chunks=("8192",), chunk_k=2,
+        chunks=("usual",), chunk_k=2,
     ))  # fmt: skip
     figures = report.figures
     assert figures.keys() >= CLAIMED

@@ -40,7 +40,7 @@ from holdfast.models.presets import PRESETS
 from holdfast.options import ErasureCode, Kill
 from holdfast.training.config import Config, OwnModelConfig
 
-CHUNKS = {"512": 512, "8192": 8192, "all": 1 << 31}
+CHUNKS = {"512": 512, "usual": None, "all": 1 << 31}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ QUICK = Scale(
     seconds=0.5,
     workers=1,
     exact=((2, 1),),
-    chunks=("512", "8192"),
+    chunks=("512", "usual"),
     chunk_k=2,
 )
 
@@ -295,10 +295,11 @@ def _chunks(report: Report, scale: Scale) -> None:
         code = {"chunk_rows": CHUNKS[name], "recovery_share": 1.0}
         with Victims(_config(scale, scale.max_rows[-1], scale.chunk_k, **code)) as victims:
             deaths = [victims.death(scale.seconds) for _ in range(scale.kills)]
-            decoded = [_decoding(victims) for _ in range(scale.kills)] if name == "8192" else []
+            decoded = [_decoding(victims) for _ in range(scale.kills)] if name == "usual" else []
         report.raw[f"recovery.chunk_{name}"] = {"deaths": deaths, "decode_megabytes_per_second": decoded}
         full = Spread.of([death.full_seconds for death in deaths])
-        report.figure(f"recovery.chunk_{name}.full_seconds", full, f"{name} rows at a time, unthrottled")
+        what = "4 MB of" if name == "usual" else name
+        report.figure(f"recovery.chunk_{name}.full_seconds", full, f"{what} rows at a time, unthrottled")
         drop = Spread.of([(1 - death.meanwhile / death.before) * 100 for death in deaths])
         report.figure(f"recovery.chunk_{name}.drop_percent", drop)
         if decoded:

@@ -226,7 +226,7 @@ class Trial:
         for server, scrubbed in current.items():
             self._scrubbed_before.setdefault(server, scrubbed)
         # One chunk more: that which was under way when they held.
-        enough = stripes + self.plan.lanes.chunk_rows
+        enough = stripes + self.plan.lanes.chunk(1)
         return all(current[s] - self._scrubbed_before[s] >= enough for s in current)
 
     # When it is over

@@ -27,6 +27,9 @@ class Timing(Struct, frozen=True, kw_only=True):
     """A worker that has waited so long for a server reports it."""
 
 
+_CHUNK_BYTES = 4 << 20
+
+
 class LaneOptions(Struct, frozen=True, kw_only=True):
     """How changes go to parity servers, and how what is lost comes back."""
 
@@ -38,12 +41,17 @@ class LaneOptions(Struct, frozen=True, kw_only=True):
     """… or when nothing was pushed for so long."""
     window: int = 32
     """How many pushes of a worker may be waiting for that; after half of them parity servers are told."""
-    chunk_rows: int = 8192
-    """Rows that are recovered at a time behind the training's back."""
-    share: float = 0.25
+    chunk_rows: int | None = None
+    """Rows that are recovered at a time behind the training's back; None: see ``chunk``."""
+    share: float = 0.2
     """How much of the time the recovery behind its back may take; 1: as fast as it can."""
     scrub_seconds: float = 0.0
     """How long checking all stripes is to take, over and over; 0: they are not checked."""
+
+    def chunk(self, words: int) -> int:
+        """How many records of so many words are recovered at a time: fewer would cost more messages, more
+        would keep those waiting for longer that somebody needs at once."""
+        return self.chunk_rows or max(1, _CHUNK_BYTES // (4 * words))
 
 
 class NetworkPart(Struct, frozen=True):

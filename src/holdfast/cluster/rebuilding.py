@@ -154,8 +154,8 @@ class Rebuilding:
         """Rebuild the next parities that are not whole, if it is time."""
         if now < self._rebuild_at or any(job.purpose == "rebuild" for job in self._jobs.values()):
             return
-        count = self._plan.lanes.chunk_rows
         for group, parity in self._parities.items():
+            count = self._plan.lanes.chunk(parity.plan.words)
             for t in range(parity.placement.r):
                 if parity.lacking == 0:
                     continue
@@ -187,9 +187,9 @@ class Rebuilding:
         total = sum(parity.blocks for _, _, parity in everything)
         if not total or self.lacking():
             return
-        count = self._plan.lanes.chunk_rows
         at = self._scrub_cursor = self._scrub_cursor % total
         for group, t, parity in everything:
+            count = self._plan.lanes.chunk(parity.plan.words)
             if at < parity.blocks:
                 blocks = np.arange(at, min(at + count, parity.blocks))
                 self._scrub_cursor += len(blocks)

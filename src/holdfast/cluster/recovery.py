@@ -183,8 +183,8 @@ class Recovery:
     def _scan(self, now: float) -> None:
         if not self.left:
             return
-        count = self._plan.lanes.chunk_rows
         for group, missing in self._missing.items():
+            count = self._plan.lanes.chunk(self._plan.groups[group].words)
             k = self._plan.placements[group].k
             for member in range(k):
                 while self._cursor[group, member] < len(missing) // k:
