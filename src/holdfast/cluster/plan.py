@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -93,7 +94,7 @@ class Resume(Struct, frozen=True, kw_only=True):
     """Why newer versions were passed over."""
 
 
-class JobPlan(Struct, frozen=True, kw_only=True):
+class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what is computed once
     """A job's shape."""
 
     job: str
@@ -135,12 +136,12 @@ class JobPlan(Struct, frozen=True, kw_only=True):
     training: dict[str, Any] = {}
     """The configuration of the run, for the workers."""
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """Where the tables' rows lie."""
         return Placement(self.servers, self.k, self.r, self.rings)
 
-    @property
+    @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """Where the rows of each group lie."""
         copies = self.r if self.dense == "replicate" else 0

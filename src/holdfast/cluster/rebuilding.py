@@ -156,9 +156,7 @@ class Rebuilding:
             return
         for group, parity in self._parities.items():
             count = self._plan.lanes.chunk(parity.plan.words)
-            for t in range(parity.placement.r):
-                if parity.lacking == 0:
-                    continue
+            for t in range(parity.placement.r if parity.lacking else 0):
                 first = self._cursor.get((group, t), 0)
                 while first < parity.blocks:
                     blocks = parity.incomplete(t, first, count)

@@ -44,7 +44,8 @@ class _Ask:
     """Members that are lacking, the own among them."""
     unusable: frozenset[int]
     """Parities that are not there."""
-    scan: bool
+    wave: int
+    """Those that are wanted together: somebody waits for all of them. 0: nobody does, it is a scan's."""
     began: float
     again: float = 0.0
     request: int = 0
@@ -99,7 +100,7 @@ class Recovery:
         self._asks: dict[int, _Ask] = {}
         self._later: list[_Ask] = []
         self._going_back: list[_Ask] = []
-        self._requests = 0
+        self._requests = self._waves = 0
         self._scan_at = 0.0
         self._cursor: dict[tuple[int, int], int] = defaultdict(int)
 
@@ -132,12 +133,16 @@ class Recovery:
     def want(self, group: int, places: NDArray[np.int64], now: float) -> None:
         """Somebody waits for these records."""
         k = self._plan.placements[group].k
-        wanted = np.unique(places[self.lacks(group, places)])
-        wanted = wanted[~self._asked[group][wanted]] if len(wanted) else wanted
+        lacking = self.lacks(group, places)
+        if not lacking.any():
+            return
+        wanted = places[lacking & ~self._asked[group][places]]
+        wanted = np.unique(wanted) if len(wanted) else wanted
+        self._waves += 1
         for member in range(k) if len(wanted) else ():
             mine = wanted[wanted % k == member]
             if len(mine):
-                self._ask(self._new(group, member, mine // k, scan=False, now=now), now)
+                self._ask(self._new(group, member, mine // k, now, wave=self._waves), now)
 
     def receive(self, source: Peer, message: Syndromes, frames: Sequence[Frame], now: float) -> None:
         """What a parity server has summed up."""
@@ -188,7 +193,7 @@ class Recovery:
             k = self._plan.placements[group].k
             for member in range(k):
                 while self._cursor[group, member] < len(missing) // k:
-                    if now < self._scan_at or sum(ask.scan for ask in self._asks.values()) >= _MOST_SCANS:
+                    if now < self._scan_at or sum(not ask.wave for ask in self._asks.values()) >= _MOST_SCANS:
                         return
                     first = self._cursor[group, member]
                     self._cursor[group, member] += count
@@ -196,11 +201,11 @@ class Recovery:
                     places = blocks * k + member
                     blocks = blocks[missing[places] & ~self._asked[group][places]]
                     if len(blocks):
-                        self._ask(self._new(group, member, blocks, scan=True, now=now), now)
+                        self._ask(self._new(group, member, blocks, now), now)
 
-    def _new(self, group: int, member: int, blocks: NDArray[np.int64], *, scan: bool, now: float) -> _Ask:
+    def _new(self, group: int, member: int, blocks: NDArray[np.int64], now: float, *, wave: int = 0) -> _Ask:
         self._asked[group][blocks * self._plan.placements[group].k + member] = True
-        return _Ask(group, member, blocks, (member,), frozenset(), scan, now)
+        return _Ask(group, member, blocks, (member,), frozenset(), wave, now)
 
     def _ask(self, ask: _Ask, now: float) -> None:
         """Ask as many parity servers as members are lacking."""
@@ -283,10 +288,11 @@ class Recovery:
             parities = {-1 - m for m in what if m < 0}
             without = (*ask.without, *members)
             self._again(ask, np.flatnonzero(kinds == kind), without, ask.unusable | parities, now)
-        if ask.scan:
+        if not ask.wave:
             share = 1.0 if self.hurry else self._plan.lanes.share
             self._scan_at = now + (now - ask.began) * (1 / share - 1)
-        self.on_rows()
+        if not ask.wave or all(other.wave != ask.wave for other in self._asks.values()):
+            self.on_rows()
         self._scan(now)
 
     def _again(
@@ -298,9 +304,11 @@ class Recovery:
         now: float,
     ) -> None:
         if len(at):
-            blocks = ask.blocks[at]
+            blocks, wave = ask.blocks[at], ask.wave
+            if not wave:  # a scan does not wait for what is left of it
+                wave = self._waves = self._waves + 1
             self._ask(
-                _Ask(ask.group, ask.member, blocks, without, unusable, False, now, rounds=ask.rounds), now
+                _Ask(ask.group, ask.member, blocks, without, unusable, wave, now, rounds=ask.rounds), now
             )
 
     @staticmethod

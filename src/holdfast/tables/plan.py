@@ -10,6 +10,7 @@ vector, cut into rows of equal width.
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -88,7 +89,7 @@ class RowPlacement(Protocol):
         ...
 
 
-class GroupPlan(Struct, frozen=True, kw_only=True):
+class GroupPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what is computed once
     """Tables that share a record layout.
 
     ``initial`` says where first values come from: "uniform" are drawn from (seed, table, row), within
@@ -102,17 +103,17 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
     optimizer: OptimizerPlan
     initial: Literal["uniform", "installed"] = "uniform"
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Of all tables together."""
         return sum(table.rows for table in self.tables)
 
-    @property
+    @cached_property
     def firsts(self) -> tuple[int, ...]:
         """The number of each table's first row in the group, and the number of rows behind the last."""
         return tuple(itertools.accumulate((table.rows for table in self.tables), initial=0))
 
-    @property
+    @cached_property
     def fields(self) -> tuple[RecordField, ...]:
         """What the words of a record are."""
         dim = self.dim
@@ -129,7 +130,7 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
             RecordField(name, first, width) for (name, width), first in zip(widths, firsts, strict=False)
         )
 
-    @property
+    @cached_property
     def words(self) -> int:
         """32-bit words of a record."""
         return sum(field.width for field in self.fields)
