@@ -73,6 +73,7 @@ def _start(
             (waiting,) = engine.warm_pids("server")
             _wait_until_idle(engine.template_pid("server"))
             os.kill(waiting, signal.SIGKILL)
+            os.waitid(os.P_PID, waiting, os.WEXITED | os.WNOWAIT)  # for the launcher to reap, and pass over
         if how == "warm":
             engine.warm("server")
             _wait_until_idle(engine.warm_pids("server")[-1])
