@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.live import LiveTables
+from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.manifest import Manifest, Version, read_newest
 from holdfast.checkpoint.records import Field, make_groups
-from holdfast.checkpoint.restore import RowLoader, VersionReader, open_version
+from holdfast.checkpoint.restore import VersionReader, open_version
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.local import Files
 from holdfast.checkpoint.writer import Writer

@@ -17,9 +17,10 @@ from torch import nn
 import holdfast as hf
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import LAST, OPEN, NewPiece, checksum, encode_file
+from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.manifest import FileEntry, Manifest, encode, name_of, read_newest
 from holdfast.checkpoint.records import Rows
-from holdfast.checkpoint.restore import RowLoader, open_version
+from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.shard import Shard
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import CorruptCheckpoint, StoreError

@@ -240,27 +240,30 @@ def test_rows_come_from_their_tables_whoever_copies_them(
                 assert (theirs[-1] == 201).all()
 
 
-@pytest.mark.parametrize("words", [1, 3, 8, 19])
-def test_rows_are_laid_over_others(words: int) -> None:
+@pytest.mark.parametrize("sizes", [[1], [12, 8], [64, 64], [20, 4, 200]], ids=str)
+def test_rows_are_laid_over_others(sizes: list[int]) -> None:
     """As writing layer after layer would do, within what begins and ends say, and nowhere else."""
-    random = np.random.default_rng(words)
+    random = np.random.default_rng(sizes[0])
     first, count = 100, 60
-    out = random.integers(0, 2**63, (count + 2, words)).astype(np.uint64)  # with guards
-    expected = out.copy()
+    out = [random.integers(0, 256, (count + 2, size), np.uint8) for size in sizes]  # with guards
+    expected = [field.copy() for field in out]
     kept: list[Any] = []
-    rows: list[tuple[int, int, int, int, int]] = []
+    layers: list[tuple[int, ...]] = []
+    cuts: list[tuple[int, int]] = []
     for share in (0.5, 0.0, 1.0, 0.2, 0.9):
         ids = np.flatnonzero(random.random(300) < share)
         positions = random.permutation(2 * len(ids))[: len(ids)] if share < 0.6 else None
-        values = random.integers(0, 2**63, (2 * len(ids) + 1, words)).astype(np.uint64)
+        values = [random.integers(0, 256, (2 * len(ids) + 1, size), np.uint8) for size in sizes]
         begin, end = (int(i) for i in np.searchsorted(ids, [first, first + count]))
-        for j in range(begin, end):
-            expected[1 + ids[j] - first] = values[j if positions is None else positions[j]]
+        for field, mine in zip(expected, values, strict=True):
+            for j in range(begin, end):
+                field[1 + ids[j] - first] = mine[j if positions is None else positions[j]]
         kept.append((ids, positions, values))
         where = 0 if positions is None else positions.ctypes.data
-        rows.append((ids.ctypes.data, where, values.ctypes.data, begin, end))
-    ids_at, positions_at, values_at, begins, ends = (
-        np.array(column, np.int64) for column in zip(*rows, strict=True)
-    )
-    lay_over_rows(ids_at, positions_at, values_at, begins, ends, first, out[1:-1])
-    assert np.array_equal(out, expected)
+        layers.append((ids.ctypes.data, where, *(mine.ctypes.data for mine in values)))
+        cuts.append((begin, end))
+    begins, ends = (np.array(column, np.int64) for column in zip(*cuts, strict=True))
+    targets = np.array([field[1:].ctypes.data for field in out], np.int64)
+    lay_over_rows(np.array(layers, np.int64), begins, ends, first, targets, np.array(sizes, np.int64))
+    for field, mine in zip(out, expected, strict=True):
+        assert np.array_equal(field, mine)

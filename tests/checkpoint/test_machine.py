@@ -22,8 +22,9 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.live import LiveTables
+from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.manifest import read_newest
-from holdfast.checkpoint.restore import RowLoader, open_version
+from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import rounds
 from holdfast.checkpoint.writer import Writer

@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
 from holdfast.checkpoint.api import Checkpointer
+from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.overlay import LEAST_LIMIT_BYTES
-from holdfast.checkpoint.restore import RowLoader, VersionReader, open_version
+from holdfast.checkpoint.restore import VersionReader, open_version
 from holdfast.checkpoint.stretches import STRETCH_BYTES, run_all, thread_buffer
 from holdfast.data.criteo_shape import capped_rows
 from holdfast.data.synthetic import Synthetic

@@ -32,9 +32,10 @@ from torch import nn
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
 from holdfast.checkpoint.live import LiveTables
+from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.manifest import Manifest, Version, raise_if_unreachable, read_newest
 from holdfast.checkpoint.progress import byte_progress
-from holdfast.checkpoint.restore import RowLoader, VersionReader, find_version, open_version
+from holdfast.checkpoint.restore import VersionReader, find_version, open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.torch_state import TrainingObjects
 from holdfast.checkpoint.writer import SaveReport, Writer

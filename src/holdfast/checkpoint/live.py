@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,15 @@ def _helper() -> ThreadPoolExecutor:
 
 # A process that is forked off has the pool but not its threads.
 os.register_at_fork(after_in_child=_helper.cache_clear)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring rows of one table: the first one's id, how many, and the memory of each field."""
+
+    first: int
+    rows: int
+    fields: tuple[Bytes2D, ...]
 
 
 class LiveTables:
@@ -79,6 +89,23 @@ class LiveTables:
                         )
                     return fields[number].view(np.float32)
         raise KeyError(table)
+
+    def firsts(self, group: int) -> NDArray[np.int64]:
+        """The first id of each table of a group, and the number of its rows."""
+        return self._firsts[group]
+
+    def parts(self, group: int, first: int, rows: int) -> Iterator[Part]:
+        """The memory of neighbouring rows, table by table."""
+        firsts = self._firsts[group]
+        at, end = first, first + rows
+        table = int(firsts.searchsorted(first, "right")) - 1
+        while at < end:
+            begin, behind = firsts[table : table + 2].tolist()
+            stop = min(end, behind)
+            fields = tuple(field[at - begin : stop - begin] for field in self._live[group][table])
+            yield Part(at, stop - at, fields)
+            at = stop
+            table = int(firsts.searchsorted(at, "right")) - 1
 
     def start_gather(self, wanted: Sequence[RowIds], out: Sequence[Sequence[Bytes2D]]) -> Gather:
         """Begin to copy rows (of each group, ids ascending) to ``out`` (of each group, of each field).

@@ -8,14 +8,14 @@ gets its newer rows while it is in the processor's cache. The tables are written
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.chunk import DecodedPiece, Piece
-from holdfast.checkpoint.records import MOST_ROWS, Group, RowIds, Rows, in_words
+from holdfast.checkpoint.records import Group, RowIds
 from holdfast.checkpoint.stretches import OpenFile
 from holdfast.kernels.rows import lay_over_rows
 
@@ -80,34 +80,38 @@ class _Layer:
     """Where they are in the fields, if these hold others as well."""
     fields: tuple[NDArray[np.uint8], ...]
     cuts: NDArray[np.int64]
-    """How many of them come before each piece of the full version."""
+    """How many of them come before each edge."""
+
+    def addresses(self) -> tuple[int, ...]:
+        """As the kernel takes them."""
+        positions = 0 if self.positions is None else self.positions.ctypes.data
+        return (self.ids.ctypes.data, positions, *(field.ctypes.data for field in self.fields))
 
 
 @dataclass(frozen=True, slots=True)
-class _Addresses:
-    """The layers of a group as the kernel takes them, lowest first."""
+class _Stack:
+    """The layers of a group, lowest first."""
 
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    fields: NDArray[np.int64]
+    addresses: NDArray[np.int64]
+    """[layer, which]"""
     cuts: NDArray[np.int64]
+    """[edge, layer]"""
 
 
 class Overlay:
-    """The newer rows of a version. First ``add`` all of them, from any thread; then ``lay_over``.
+    """The newer rows of a version. First ``add`` all of them, from any thread; then ``finish``.
 
     Args:
-        base: pieces of the full version, as ``plan_overlay`` gives them.
+        groups: as they are stored.
+        edges: by group, the first ids of the parts of the full version that rows will be laid over, and
+            the one behind the last; ascending.
     """
 
-    def __init__(self, base: Pieces) -> None:
-        firsts: dict[int, list[int]] = {}
-        for _, piece in base:
-            firsts.setdefault(piece.group, []).append(piece.first_id)
-        # Behind the last piece there is no id.
-        self._edges = {group: np.array([*sorted(ids), MOST_ROWS], np.int64) for group, ids in firsts.items()}
-        self._layers: dict[int, list[_Layer]] = {group: [] for group in firsts}
-        self._addresses: dict[int, _Addresses] = {}
+    def __init__(self, groups: Sequence[Group], edges: Mapping[int, NDArray[np.int64]]) -> None:
+        self._row_bytes = [np.array([field.bytes for field in g.fields], np.int64) for g in groups]
+        self._edges = edges
+        self._layers: dict[int, list[_Layer]] = {group: [] for group in edges}
+        self._stacks: dict[int, _Stack] = {}
 
     def add(self, decoded: DecodedPiece, positions: RowIds | None) -> None:
         """Keep a piece, of whose rows those at the positions belong to the version; None: all of them."""
@@ -119,30 +123,26 @@ class Overlay:
     def finish(self) -> None:
         """All have been added."""
         for group, layers in self._layers.items():
-            layers.sort(key=lambda layer: layer.rank)
-            self._addresses[group] = _Addresses(
-                np.array([layer.ids.ctypes.data for layer in layers], np.int64),
-                np.array(
-                    [0 if layer.positions is None else layer.positions.ctypes.data for layer in layers],
-                    np.int64,
-                ),
-                np.array([[f.ctypes.data for f in layer.fields] for layer in layers], np.int64).T.copy(),
-                np.array([layer.cuts for layer in layers], np.int64).T.copy(),
-            )
+            if layers:
+                layers.sort(key=lambda layer: layer.rank)
+                addresses = np.array([layer.addresses() for layer in layers], np.int64)
+                cuts = np.array([layer.cuts for layer in layers], np.int64).T.copy()
+                self._stacks[group] = _Stack(addresses, cuts)
 
-    def lay_over(self, piece: Piece, rows: Rows) -> None:
-        """Overwrite the rows of a piece of the full version, in place, for which there are newer ones."""
-        if not self._layers[piece.group]:
-            return
-        layers = self._addresses[piece.group]
-        number = int(self._edges[piece.group].searchsorted(piece.first_id))
-        for fields, values in zip(layers.fields, rows.fields, strict=True):
+    def lay_over(self, group: int, first: int, rows: int, targets: Sequence[int]) -> None:
+        """Overwrite rows of the full version, in place, for which there are newer ones.
+
+        They are these many from ``first`` on; it is an edge, and so is the id behind the last of them.
+        ``targets`` are the addresses of their fields.
+        """
+        stack = self._stacks.get(group)
+        if stack is not None:
+            begin, end = self._edges[group].searchsorted((first, first + rows))
             lay_over_rows(
-                layers.ids,
-                layers.positions,
-                fields,
-                layers.cuts[number],
-                layers.cuts[number + 1],
-                piece.first_id,
-                in_words(values),
+                stack.addresses,
+                stack.cuts[begin],
+                stack.cuts[end],
+                first,
+                np.array(targets, np.int64),
+                self._row_bytes[group],
             )

@@ -7,8 +7,6 @@ several columns do, are they read as a whole before their rows are handed on.
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,12 +20,10 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint import chunk
 from holdfast.checkpoint.chunk import DecodedPiece, Piece
-from holdfast.checkpoint.encoding import decode_rows
-from holdfast.checkpoint.live import FieldsOf, LiveTables
+from holdfast.checkpoint.loader import Decoder, RowLoader, Sink
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
-from holdfast.checkpoint.overlay import Overlay, Plan, plan_overlay
-from holdfast.checkpoint.quantize import Flags
-from holdfast.checkpoint.records import Group, RowIds, Rows
+from holdfast.checkpoint.overlay import Plan, plan_overlay
+from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.base import ReadRequest
 from holdfast.checkpoint.stretches import (
@@ -42,16 +38,13 @@ from holdfast.checkpoint.stretches import (
     stretches,
     thread_buffer,
 )
-from holdfast.checkpoint.tracker import RowSet
+from holdfast.checkpoint.sweep import Sweep
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 
 MOST_OPEN = 256
 """Files of a version that are held open; a process may have 1024 in all, as a rule."""
 _AHEAD = 3
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
-
-Sink = Callable[[int, Rows], None]
-"""Takes rows of a group; called from one thread, in the order in which rows override each other."""
 
 
 class _OpenedForEachRead(ObjectReader):
@@ -153,15 +146,15 @@ class VersionReader:
         ``born_after`` leaves out what was written for that version of the era or an earlier one.
         ``on_progress`` is told how many bytes have been handed on.
         """
-        taker = sink if isinstance(sink, RowLoader) else _Decoder(sink)
+        taker = sink if isinstance(sink, RowLoader) else Decoder(sink)
         done = 0
         for pieces in self._split(self.pieces(baseline=baseline, born_after=born_after)):
             rest = pieces
             if isinstance(taker, RowLoader):
                 plan = plan_overlay(pieces, self.stored_groups)
-                if plan.above:
-                    rest = plan.rest
-                    done += self._load_overlaid(taker, plan, born_after, on_progress, done)
+                rest = plan.rest
+                if plan.base:
+                    done += self._sweep(taker, plan, born_after, on_progress, done)
             for interleaved, batch in batches(rest):
                 if interleaved or not isinstance(taker, RowLoader):
                     for decoded in self._in_order(batch):
@@ -171,12 +164,12 @@ class VersionReader:
                 else:
                     done += self._load(taker, batch, born_after, on_progress, done)
 
-    def _hand_on(self, taker: RowLoader | _Decoder, decoded: DecodedPiece, born_after: int) -> None:
+    def _hand_on(self, taker: RowLoader | Decoder, decoded: DecodedPiece, born_after: int) -> None:
         positions = decoded.positions_at(self.version.version, born_after)
         if positions is None or len(positions):
             taker.load(self.stored_groups[decoded.piece.group], decoded.piece.group, decoded.rows, positions)
 
-    def _load_overlaid(
+    def _sweep(
         self,
         loader: RowLoader,
         plan: Plan,
@@ -185,27 +178,18 @@ class VersionReader:
         before: int,
     ) -> int:
         """Load the full version into live tables, with newer rows laid over it; how many bytes."""
-        wanted = list(stretches(plan.above, by_file=True))
-        ends = list(itertools.accumulate(stretch.bytes for stretch in wanted))
-        buffer = np.empty(ends[-1], np.uint8)
-        overlay = Overlay(plan.base)
-        lock = threading.Lock()
-        read = 0
-
-        def keep(job: tuple[Stretch, int]) -> None:
-            nonlocal read
-            stretch, end = job
-            for decoded in read_stretch(stretch, self.stored_groups, buffer[end - stretch.bytes : end]):
-                overlay.add(decoded, decoded.positions_at(self.version.version, born_after))
-            with lock:
-                read += stretch.bytes
-                on_progress(before + read)
-
-        run_all(keep, list(zip(wanted, ends, strict=True)))
-        overlay.finish()
+        version = self.version.version
+        sweep = Sweep(
+            plan,
+            self.stored_groups,
+            loader,
+            lambda decoded: decoded.positions_at(version, born_after),
+            lambda read: on_progress(before + read),
+        )
+        read = sweep.run()
         self.bytes_read += read
-        self.pieces_read += len(plan.above)
-        return read + self._load(loader, plan.base, born_after, on_progress, before + read, overlay)
+        self.pieces_read += len(plan.base) + len(plan.above)
+        return read
 
     def _load(
         self,
@@ -214,16 +198,12 @@ class VersionReader:
         born_after: int,
         on_progress: Callable[[int], None],
         before: int,
-        overlay: Overlay | None = None,
     ) -> int:
         """Several threads read and write pieces into live tables, of lower rank first; how many bytes."""
         turns = Turns(stretches(pieces))
 
         def load(stretch: Stretch) -> None:
             decoded = read_stretch(stretch, self.stored_groups, thread_buffer(stretch.bytes))
-            if overlay is not None:
-                for piece in decoded:
-                    overlay.lay_over(piece.piece, piece.rows)
             turns.wait(stretch.rank)
             for piece in decoded:
                 self._hand_on(loader, piece, born_after)
@@ -336,92 +316,3 @@ def find_version(manifest: Manifest, version: int | None, url: str) -> Version:
 
 def _shown(have: list[int]) -> str:
     return f"{have[0]} to {have[-1]} ({len(have)} in all)" if len(have) > 5 else ", ".join(map(str, have))
-
-
-class _RawRows:
-    """Which rows of coded groups were last seen with a mark that says: kept raw, in a group of their own.
-
-    Such a row's newest raw record is the one that belongs to the mark, so raw records are handed on after
-    all others, to rows that are marked at the end. They are few: a row with NaN in it, or far off zero.
-    """
-
-    def __init__(self) -> None:
-        self._marked: dict[int, RowSet] = {}
-        self._lock = threading.Lock()
-
-    def note(self, number: int, group: Group, rows: Rows, positions: RowIds | None) -> Flags | None:
-        """Rows of a coded group have been read: which of them are raw; None if none is."""
-        raw = np.zeros(len(rows), np.bool_)
-        for field, values in zip(group.fields, rows.fields, strict=True):
-            if field.codec is not None:
-                raw |= field.codec.is_raw(values)
-        if positions is not None:
-            chosen = np.zeros(len(rows), np.bool_)
-            chosen[positions] = True
-            raw &= chosen
-        any_raw = bool(raw.any())
-        with self._lock:
-            if any_raw and number not in self._marked:
-                self._marked[number] = RowSet(group.rows)
-            if number in self._marked:
-                self._marked[number].discard(rows.ids if positions is None else rows.ids[positions])
-                self._marked[number].add(rows.ids[raw])
-        return raw if any_raw else None
-
-    def wanted(self, group: int, rows: Rows, positions: RowIds | None) -> RowIds:
-        """Positions of those raw records whose rows are marked."""
-        if group not in self._marked:
-            return np.empty(0, np.int64)
-        where = np.arange(len(rows)) if positions is None else positions
-        return where[self._marked[group].contains(rows.ids[where])]
-
-
-class _Decoder:
-    """Hands rows on to a sink as they were in memory."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._raw = _RawRows()
-
-    def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:
-        if group.raw_rows_of is not None:
-            wanted = self._raw.wanted(group.raw_rows_of, rows, positions)
-            if len(wanted):
-                self._sink(group.raw_rows_of, rows.take(wanted))
-            return
-        if group.is_coded:
-            raw = self._raw.note(number, group, rows, positions)
-            if raw is not None:
-                where = np.arange(len(rows)) if positions is None else positions
-                positions = where[~raw[where]]
-        rows = rows if positions is None else rows.take(positions)
-        if len(rows):
-            self._sink(number, decode_rows(group, rows) if group.is_coded else rows)
-
-
-class RowLoader:
-    """A sink that writes rows into live tables.
-
-    Args:
-        groups: as the version has them.
-        fields_of: the live fields of a table, as bytes [rows, bytes], in the order of its group's fields.
-    """
-
-    def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
-        self._tables = LiveTables(groups, fields_of)
-        self._raw = _RawRows()
-
-    def __call__(self, group: int, rows: Rows) -> None:
-        """Write rows of a group to where they belong."""
-        self._tables.scatter(group, rows)
-
-    def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:
-        """Write stored rows, of a stored group with this number, or those at some positions."""
-        if group.raw_rows_of is not None:
-            wanted = self._raw.wanted(group.raw_rows_of, rows, positions)
-            self._tables.scatter(group.raw_rows_of, rows, wanted)
-        elif group.is_coded:
-            self._raw.note(number, group, rows, positions)
-            self._tables.scatter(number, rows, positions, [field.codec for field in group.fields])
-        else:
-            self._tables.scatter(number, rows, positions)

@@ -27,6 +27,7 @@ from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.errors import CorruptCheckpoint
+from holdfast.kernels.memory import aligned_empty
 
 Item = TypeVar("Item")
 
@@ -211,7 +212,7 @@ def thread_buffer(size: int) -> NDArray[np.uint8]:
     """Memory for a stretch: this thread's last one, which is done with."""
     buffer: NDArray[np.uint8] | None = getattr(_thread_local, "buffer", None)
     if buffer is None or len(buffer) < size:
-        buffer = _thread_local.buffer = np.empty(max(size, STRETCH_BYTES), np.uint8)
+        buffer = _thread_local.buffer = aligned_empty(max(size, STRETCH_BYTES))
     return buffer[:size]
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_LINE_WORDS = 16  # of a cache line
+_LINE = 64  # bytes of a cache line
+_LINE_WORDS = _LINE // 4
+
+
+def aligned_empty(size: int) -> NDArray[np.uint8]:
+    """This many bytes, of any content, that begin at a cache line."""
+    space = np.empty(size + _LINE, np.uint8)
+    first = -space.ctypes.data % _LINE
+    return space[first : first + size]
 
 
 def aligned_zeros(count: int, words: int) -> NDArray[np.uint32]:

@@ -41,6 +41,22 @@ _LINE = 64  # bytes of a cache line
 
 
 @intrinsic
+def _copy_line(typing_context, target, source):
+    """Copy as many bytes as a cache line has, between any addresses."""
+
+    def generate(context, builder, signature, arguments):
+        half = ir.VectorType(ir.IntType(64), 4)
+        to, from_ = (builder.inttoptr(a, half.as_pointer()) for a in arguments)
+        places = [ir.IntType(64)(k) for k in range(_LINE // 32)]
+        values = [builder.load(builder.gep(from_, [k]), align=1) for k in places]
+        for k, value in zip(places, values, strict=True):
+            builder.store(value, builder.gep(to, [k]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(target, source), generate
+
+
+@intrinsic
 def _stream_line(typing_context, target, source):
     """Copy a cache line, at addresses, past the caches: it is not read before it is written."""
 
@@ -402,40 +418,55 @@ def _scatter_words(addresses, firsts, ids, values, positions):
 
 
 @njit(cache=True, nogil=True)
-def lay_over_rows(ids_at, positions_at, values_at, begins, ends, first, out):
-    """Copy the rows of several layers over those of ``out``, later layers over earlier ones.
+def lay_over_rows(layers, begins, ends, first, targets, row_bytes):
+    """Copy rows of several layers over others, later layers over earlier ones.
 
-    Layer k has its ids at memory address ids_at[k], of which those from begins[k] to before ends[k] count; id
-    i is row i - first of ``out``. Its rows are at values_at[k], as wide as those of ``out``: the one of the
-    j-th id is the j-th, or, if there are positions at positions_at[k], the one that the j-th of these says.
-    All of them lie within their arrays: the caller's duty.
+    Layer k is (address of ids, address of positions or 0, address of each field); of its ids those from
+    begins[k] to before ends[k] count. Row i - first of field f, at memory address targets[f] and with
+    row_bytes[f] bytes, becomes that of id i: the j-th id's is the j-th of the layer's field, or the one that
+    the j-th position says. All of them lie within their arrays: the caller's duty.
     """
-    words = out.shape[1]
-    row_bytes = words * out.itemsize
-    layers = ids_at.shape[0]
-    for k in range(layers):
-        if k + 1 < layers:  # where the next one begins, nobody has been for a while
-            _prefetch(ids_at[k + 1] + begins[k + 1] * 8)
-            if positions_at[k + 1]:
-                _prefetch(positions_at[k + 1] + begins[k + 1] * 8)
+    count = layers.shape[0]
+    for f in range(targets.shape[0]):
+        size = row_bytes[f]
+        for k in range(count):
+            if k + 1 < count and begins[k + 1] < ends[k + 1]:  # nobody has been there for a while
+                _prefetch(layers[k + 1, 0] + begins[k + 1] * 8)
+                if layers[k + 1, 1]:
+                    _prefetch(layers[k + 1, 1] + begins[k + 1] * 8)
+                else:
+                    for j in range(_AHEAD):
+                        _prefetch_row(layers[k + 1, 2 + f] + (begins[k + 1] + j) * size, size)
+            begin, end = begins[k], ends[k]
+            if begin == end:
+                continue
+            ids = carray(_pointer(layers[k, 0]), end, np.int64)
+            values = layers[k, 2 + f]
+            if layers[k, 1]:
+                positions = carray(_pointer(layers[k, 1]), end, np.int64)
+                for j in range(begin, end):
+                    if j + _AHEAD < end:
+                        _prefetch_row(values + positions[j + _AHEAD] * size, size)
+                    _copy_bytes(values + positions[j] * size, targets[f] + (ids[j] - first) * size, size)
             else:
-                for j in range(_AHEAD):
-                    _prefetch_row(values_at[k + 1] + (begins[k + 1] + j) * row_bytes, row_bytes)
-        begin, end = begins[k], ends[k]
-        if begin == end:
-            continue
-        ids = carray(_pointer(ids_at[k]), end, np.int64)
-        values = carray(_pointer(values_at[k]), (end, words), out.dtype)
-        if positions_at[k]:
-            positions = carray(_pointer(positions_at[k]), end, np.int64)
-            for j in range(begin, end):
-                if j + _AHEAD < end:
-                    _prefetch_row(values_at[k] + positions[j + _AHEAD] * row_bytes, row_bytes)
-                _copy_row(values, positions[j], out, ids[j] - first)
-        else:
-            for j in range(begin, end):
-                _prefetch_row(values_at[k] + (j + _AHEAD) * row_bytes, row_bytes)
-                _copy_row(values, j, out, ids[j] - first)
+                for j in range(begin, end):
+                    _prefetch_row(values + (j + _AHEAD) * size, size)
+                    _copy_bytes(values + j * size, targets[f] + (ids[j] - first) * size, size)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _copy_bytes(source, target, size):
+    """Copy a row from one memory address to another."""
+    at = 0
+    while at + _LINE <= size:
+        _copy_line(target + at, source + at)
+        at += _LINE
+    while at + 8 <= size:
+        carray(_pointer(target + at), 1, np.uint64)[0] = carray(_pointer(source + at), 1, np.uint64)[0]
+        at += 8
+    while at < size:
+        carray(_pointer(target + at), 1, np.uint8)[0] = carray(_pointer(source + at), 1, np.uint8)[0]
+        at += 1
 
 
 @njit(cache=True, nogil=True, inline="always")
