@@ -18,7 +18,7 @@ def test_any_set_comes_back(chosen: list[int], repeats: bool) -> None:
     ids = np.array(sorted(chosen) if repeats else sorted(set(chosen)), np.int64)
     encoding, data = encode_ids(ids)
     first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
-    assert decode_ids(encoding, data, len(ids), first, last, "here").tolist() == ids.tolist()
+    assert decode_ids(encoding, data, len(data), len(ids), first, last, "here").tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_everything_but_the_right_numbers_is_refused() -> None:
     ids = np.cumsum(np.random.default_rng(1).integers(1, 50, 300))
     encoding, data = encode_ids(ids)
     first, last, rows = int(ids[0]), int(ids[-1]), len(ids)
-    assert decode_ids(encoding, data, rows, first, last, "here").tolist() == ids.tolist()
+    assert decode_ids(encoding, data, len(data), rows, first, last, "here").tolist() == ids.tolist()
     for wrong in [
         (encoding, data, rows, first, last + 1),
         (encoding, data, rows, first, last - 1),
@@ -60,8 +60,9 @@ def test_everything_but_the_right_numbers_is_refused() -> None:
         ("range", NOTHING, 2**60, 0, 2**60 - 1),
         ("range", NOTHING, 5, -5, -1),
     ]:
+        name, bytes_, count, low, high = wrong
         with pytest.raises(CorruptCheckpoint, match="here: "):
-            decode_ids(*wrong, "here")
+            decode_ids(name, bytes_, len(bytes_), count, low, high, "here")
 
 
 @given(st.data())
@@ -71,7 +72,7 @@ def test_flipped_bits_never_leave_the_range(chance: st.DataObject) -> None:
     for _ in range(chance.draw(st.integers(1, 4))):
         data[chance.draw(st.integers(0, len(data) - 1))] ^= np.uint8(1 << chance.draw(st.integers(0, 7)))
     try:
-        found = decode_ids(encoding, data, len(ids), int(ids[0]), int(ids[-1]), "here")
+        found = decode_ids(encoding, data, len(data), len(ids), int(ids[0]), int(ids[-1]), "here")
     except CorruptCheckpoint:
         return
     assert (np.diff(found) > 0).all()

@@ -20,6 +20,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ FORMAT = "1"
 _FIRST_FIELD = 4  # in Piece.lengths
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """Where a piece is and which versions need it.
 
@@ -74,12 +75,12 @@ class Piece:
     """Of ids, born and died."""
     fields_checksum: str
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Bytes of the whole piece."""
         return sum(self.lengths)
 
-    @property
+    @cached_property
     def index_length(self) -> int:
         """Bytes of ids, born and died, which come first: enough to know which rows it holds."""
         return sum(self.lengths[:_FIRST_FIELD])
@@ -259,29 +260,29 @@ def check_piece(piece: Piece, data: NDArray[np.uint8], where: str) -> None:
 def decode_index(piece: Piece, data: NDArray[np.uint8], where: str) -> Index:
     """Which rows a piece holds, from the first ``index_length`` of its bytes, already checked."""
     first, second, third = itertools.accumulate(piece.lengths[:3])
-    ids, born, died = data[:first], data[first:second], data[second:third]
     return Index(
-        ids=decode_ids(piece.ids, ids, piece.rows, piece.first_id, piece.last_id, where),
-        born=_decode_versions(born, piece.rows, piece.first_born, where),
-        died=_decode_versions(died, piece.rows, piece.first_died, where),
+        ids=decode_ids(piece.ids, data, first, piece.rows, piece.first_id, piece.last_id, where),
+        born=_decode_versions(data[first:second], piece.rows, piece.first_born, where),
+        died=_decode_versions(data[second:third], piece.rows, piece.first_died, where),
     )
 
 
-def decode_piece(piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field], where: str) -> DecodedPiece:
-    """A piece from its bytes, already checked, without copying its fields."""
-    expected = tuple(f.bytes * piece.rows for f in fields)
-    if piece.lengths[_FIRST_FIELD:-1] != expected:
-        raise CorruptCheckpoint(
-            f"{where}: a piece has fields of {piece.lengths[_FIRST_FIELD:-1]} bytes, expected {expected}"
-        )
-    index = decode_index(piece, data, where)
+def decode_fields(
+    piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field]
+) -> tuple[NDArray[np.uint8], ...]:
+    """The fields of a piece of a file whose layout is checked, without copying them."""
     values: list[NDArray[np.uint8]] = []
     at = piece.index_length
-    for field in fields:
-        end = at + field.bytes * piece.rows
-        values.append(data[at:end].reshape(piece.rows, field.bytes))
-        at = end
-    return DecodedPiece(piece, Rows(index.ids, tuple(values)), index.born, index.died)
+    for field, size in zip(fields, piece.lengths[_FIRST_FIELD:-1], strict=True):
+        values.append(data[at : at + size].reshape(piece.rows, field.bytes))
+        at += size
+    return tuple(values)
+
+
+def decode_piece(piece: Piece, data: NDArray[np.uint8], fields: Sequence[Field], where: str) -> DecodedPiece:
+    """A piece of a file whose layout is checked, from its bytes, already checked."""
+    index = decode_index(piece, data, where)
+    return DecodedPiece(piece, Rows(index.ids, decode_fields(piece, data, fields)), index.born, index.died)
 
 
 def _decode_versions(data: NDArray[np.uint8], rows: int, low: int, where: str) -> Versions:

@@ -19,6 +19,7 @@ from holdfast.kernels.rows import (
     FROM_BEHIND,
     FROM_FRONT,
     UNTIL_HELPED,
+    copy_past_caches,
     gather_blocks,
     gather_rows,
     scatter_rows,
@@ -106,6 +107,13 @@ class LiveTables:
             yield Part(at, stop - at, fields)
             at = stop
             table = int(firsts.searchsorted(at, "right")) - 1
+
+    def fill(self, group: int, first: int, fields: Sequence[Bytes2D]) -> None:
+        """Write neighbouring rows, of which the first has this id."""
+        for part in self.parts(group, first, len(fields[0])):
+            begin = part.first - first
+            for live, values in zip(part.fields, fields, strict=True):
+                copy_past_caches(live.reshape(-1), values[begin : begin + part.rows].reshape(-1))
 
     def start_gather(self, wanted: Sequence[RowIds], out: Sequence[Sequence[Bytes2D]]) -> Gather:
         """Begin to copy rows (of each group, ids ascending) to ``out`` (of each group, of each field).

@@ -93,15 +93,23 @@ def open_file(
 
 def read_stretch(stretch: Stretch, groups: Sequence[Group], buffer: NDArray[np.uint8]) -> list[DecodedPiece]:
     """In the reading thread: read, check and decode. The pieces' fields are views of the buffer."""
+    return [
+        decode_piece(piece, data, groups[piece.group].fields, stretch.file.where)
+        for piece, data in read_checked(stretch, buffer)
+    ]
+
+
+def read_checked(stretch: Stretch, buffer: NDArray[np.uint8]) -> list[tuple[Piece, NDArray[np.uint8]]]:
+    """Read and check: each piece with its bytes, which are views of the buffer."""
     stretch.file.read(stretch.pieces, buffer)
-    decoded: list[DecodedPiece] = []
+    pieces = []
     at = 0
     for piece in stretch.pieces:
         data = buffer[at : at + piece.length]
         check_piece(piece, data, stretch.file.where)
-        decoded.append(decode_piece(piece, data, groups[piece.group].fields, stretch.file.where))
+        pieces.append((piece, data))
         at += piece.length
-    return decoded
+    return pieces
 
 
 def by_size(items: Iterable[Item], bytes_of: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:

@@ -65,7 +65,7 @@ def _stream_line(typing_context, target, source):
         to, from_ = (builder.inttoptr(a, half.as_pointer()) for a in arguments)
         hint = builder.module.add_metadata([ir.IntType(32)(1)])
         places = [ir.IntType(64)(k) for k in range(_LINE // 32)]
-        values = [builder.load(builder.gep(from_, [k]), align=8) for k in places]
+        values = [builder.load(builder.gep(from_, [k]), align=1) for k in places]
         for k, value in zip(places, values, strict=True):
             builder.store(value, builder.gep(to, [k]), align=32).set_metadata("nontemporal", hint)
         return context.get_dummy_value()
@@ -390,6 +390,22 @@ def _scatter_lines(addresses, firsts, ids, values, positions):
         row = addresses[table] + (ids[p] - firsts[table]) * row_bytes
         for offset in range(0, row_bytes, _LINE):
             _stream_line(row + offset, source + p * row_bytes + offset)
+    _finish_streams()
+
+
+@njit(cache=True, nogil=True)
+def copy_past_caches(target, source):
+    """Copy bytes to where nobody looks for them soon: whole lines are not read before they are written."""
+    to, from_ = target.ctypes.data, source.ctypes.data
+    size = target.shape[0]
+    begin = min(-to % _LINE, size)
+    end = begin + (size - begin) // _LINE * _LINE
+    for i in range(begin):
+        target[i] = source[i]
+    for at in range(begin, end, _LINE):
+        _stream_line(to + at, from_ + at)
+    for i in range(end, size):
+        target[i] = source[i]
     _finish_streams()
 
 

@@ -197,17 +197,6 @@ class StoreContract:
                 reader.read_into(ranges, memoryview(out))
                 assert out == b"".join(content[o : o + n] for o, n in ranges), ranges
 
-    def test_a_stretch_is_read_to_several_places(self, store: Store) -> None:
-        """Places may be empty, or of floats."""
-        store.put("stretch", [bytes(range(64))])
-        with store.open("stretch") as reader:
-            places = [bytearray(5), bytearray(), array.array("f", [0.0] * 3), bytearray(1)]
-            reader.read_split(7, [memoryview(place) for place in places])
-            assert b"".join(map(bytes, places)) == bytes(range(7, 25))
-            reader.read_split(0, [])
-            with pytest.raises(StoreError, match="65 bytes were expected, 64 found"):
-                reader.read_split(60, [memoryview(bytearray(4)), memoryview(bytearray(1))])
-
     def test_ranges_fill_any_writable_memory(self, store: Store) -> None:
         """Memory of floats is filled byte by byte."""
         floats = array.array("f", [float(i) for i in range(64)])

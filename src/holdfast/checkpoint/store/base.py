@@ -136,12 +136,10 @@ class ObjectReader(ABC):
     Attributes:
         name: the object's name in its store.
         size: its length in bytes when it was opened.
-        splits_reads: whether one stretch is read to several places as fast as to one.
     """
 
     name: str
     size: int
-    splits_reads: bool = False
 
     def read_into(self, ranges: Sequence[tuple[int, int]], out: memoryview) -> None:
         """Fill ``out`` with the ``(offset, length)`` ranges, back to back, in the order given.
@@ -164,21 +162,6 @@ class ObjectReader(ABC):
         if needed > self.size:
             raise self._too_short(needed, self.size)
         self._fill(coalesce(ranges, view))
-
-    def read_split(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Fill each of the parts in turn with what follows ``offset``.
-
-        Raises:
-            StoreError: as ``read_into``.
-        """
-        requests = []
-        for part in parts:
-            if part.nbytes:
-                requests.append(ReadRequest(offset, part.cast("B")))
-            offset += part.nbytes
-        if offset > self.size:
-            raise self._too_short(offset, self.size)
-        self._fill(requests)
 
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
         """Return ``length`` bytes from ``offset``, or all that follow it."""

@@ -69,8 +69,6 @@ def _explained(doing: str, what: str) -> Iterator[None]:
 class LocalReader(ObjectReader):
     """An open file; it stays readable when its name is deleted."""
 
-    splits_reads = True
-
     def __init__(self, files: Files, name: str, url: str, handle: int, size: int) -> None:
         self._files = files
         self._handle = handle
