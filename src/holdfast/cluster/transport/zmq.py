@@ -27,8 +27,8 @@ from holdfast.cluster.transport.links import Links, Reception
 from holdfast.errors import ConfigError
 
 COPY_BELOW_BYTES: Final = 512 << 10
-"""Smaller frames are copied when they are sent: that is quicker than to keep track of them, for which a thread
-of pyzmq's wakes up with every frame that has left."""
+"""Smaller frames are copied when they are sent: that is quicker than to keep track of them, for which a
+thread of pyzmq's wakes up with every frame that has left."""
 _ALIGN_BELOW_BYTES: Final = 16 << 10
 """Smaller frames are copied when they come in: ZeroMQ packs frames of up to 8 KB into one buffer, at any
 offset, and an array there would not be aligned."""
