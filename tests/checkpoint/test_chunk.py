@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 
 from holdfast.checkpoint.chunk import (
+    ALIGNMENT,
     OPEN,
     Encoded,
     NewPiece,
@@ -60,6 +61,7 @@ def test_what_is_written_is_read() -> None:
     check_layout(pieces, GROUPS, len(data) - encoded.header_bytes, "here")
     for new, piece in zip(PIECES, pieces, strict=True):
         at = encoded.header_bytes + piece.offset
+        assert at % ALIGNMENT == piece.index_length % ALIGNMENT == piece.length % ALIGNMENT == 0
         raw = np.frombuffer(data, np.uint8)[at : at + piece.length]
         check_piece(piece, raw, "here")
         check_piece(piece, raw[: piece.index_length], "here")

@@ -15,6 +15,7 @@ from holdfast.kernels.rows import (
     FROM_FRONT,
     UNTIL_HELPED,
     are_lines,
+    copy_past_caches,
     count_marked,
     decode_gaps,
     encode_gaps,
@@ -267,3 +268,16 @@ def test_rows_are_laid_over_others(sizes: list[int]) -> None:
     lay_over_rows(np.array(layers, np.int64), begins, ends, first, targets, np.array(sizes, np.int64))
     for field, mine in zip(out, expected, strict=True):
         assert np.array_equal(field, mine)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 200, 1000])
+@pytest.mark.parametrize("shift", [0, 1, 16, 63])
+def test_bytes_are_copied_past_the_caches(size: int, shift: int) -> None:
+    """Wherever they begin; what is around them stays."""
+    source = np.random.default_rng(size).integers(0, 256, size + 7, np.uint8)[7:]
+    target = np.full(size + 200, 9, np.uint8)
+    begin = -target.ctypes.data % 64 + shift
+    copy_past_caches(target[begin : begin + size], source)
+    assert np.array_equal(target[begin : begin + size], source)
+    assert (target[:begin] == 9).all()
+    assert (target[begin + size :] == 9).all()
