@@ -28,14 +28,14 @@ def plan_in(folder: Path, rows: int, **options: Any) -> JobPlan:
     return saved_plan(plan, CheckpointConfig(path=str(folder / "store"), **options))
 
 
-def problems(cluster: SavedCluster) -> list[str]:
+def problems(cluster: SavedCluster, batches: int = BATCHES) -> list[str]:
     """Whatever goes wrong with a job or with one of its versions."""
-    outcome = simulate(1, batches=BATCHES, faults=0, cluster=cluster)
+    outcome = simulate(1, batches=batches, faults=0, cluster=cluster)
     cluster.close()
     assert len(cluster.keepers) == 2, "one has died"
     errors = [error for keeper in cluster.keepers for error in keeper.errors]
     try:
-        versions, wrong = wrong_versions(cluster.plan, BATCHES, servers=3)
+        versions, wrong = wrong_versions(cluster.plan, batches, servers=3)
         assert len(versions) > 2
     except CorruptCheckpoint as error:
         wrong = [str(error)]
@@ -57,7 +57,8 @@ def rearranged_and_unsaid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list
             raise Died
 
     monkeypatch.setattr(Versions, "_replace", replace_and_die)
-    found = problems(SavedCluster(plan_in(folder, rows=4000, every_steps=2), 1, BATCHES))
+    batches = 3 * BATCHES  # when that is depends on how long writing takes: time for several times
+    found = problems(SavedCluster(plan_in(folder, rows=6000, every_steps=2), 1, batches), batches)
     assert len(replaced) > 1, "files were rearranged again"
     return found
 
