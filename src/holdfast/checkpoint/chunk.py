@@ -40,7 +40,7 @@ ALIGNMENT = 64
 """Pieces and their fields begin at multiples of it, like the memory that they are read to.
 
 A system copies what was read with one instruction, which some processors (AMD's with "fast short rep mov")
-take six times as long for where the address to is up to 31 bytes behind the one from, in their pages.
+take several times as long for where the address to is up to 31 bytes behind the one from, in their pages.
 """
 LARGEST_HEADER = 64 << 20
 FORMAT = "1"

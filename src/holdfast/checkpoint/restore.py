@@ -1,7 +1,8 @@
 """Reading a version: which pieces it needs, in which order, as few and as long reads as possible.
 
-The main path is ``VersionReader.read_rows``: a thread reads and checks the next stretch of a file while
-this one decodes the last and hands its rows to whoever restores. Only where files take turns, as bundles of
+The main path is ``VersionReader.read_rows``. Into live tables, a full version and what is newer go by
+``sweep.py``. Otherwise a thread reads and checks the next stretch of a file while this one decodes the last
+and hands its rows to whoever restores. Only where files take turns, as bundles of
 several columns do, are they read as a whole before their rows are handed on.
 """
 
