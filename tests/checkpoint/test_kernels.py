@@ -22,7 +22,6 @@ from holdfast.kernels.rows import (
     gaps_bound,
     gather_blocks,
     gather_rows,
-    lay_over_rows,
     mark_rows,
     marked_rows,
     scatter_rows,
@@ -164,47 +163,61 @@ def test_a_parameter_that_no_encoder_takes(k: int) -> None:
     assert decoded(data, 0, 2**40, 1, 5) is None
 
 
-def at_line(table: NDArray[np.uint64], offset: int) -> NDArray[np.uint64]:
-    """A copy that begins ``offset`` words behind the beginning of a cache line."""
-    room = np.empty(table.size + 16, np.uint64)
-    skipped = -room.ctypes.data % 64 // 8 + offset
+def at_line(table: NDArray[np.uint8], offset: int) -> NDArray[np.uint8]:
+    """A copy whose second row begins ``offset`` bytes behind the beginning of a cache line."""
+    room = np.empty(table.size + 128, np.uint8)
+    skipped = -(room.ctypes.data + table.shape[1]) % 64 + offset
     copy = room[skipped : skipped + table.size].reshape(table.shape)
     copy[:] = table
     return copy
 
 
 @pytest.mark.parametrize("offset", [0, 2])  # rows of whole cache lines take a way of their own
-@pytest.mark.parametrize("words", [1, 2, 7, 8, 9, 16, 33])
+@pytest.mark.parametrize("sizes", [[1], [8, 3], [16], [56, 64], [64, 72], [64, 64, 128], [264]], ids=str)
 @pytest.mark.parametrize("tables", [[5], [0, 5], [3, 0, 0, 4, 0], [1, 1, 1], [40, 2, 100]])
-def test_rows_go_to_their_tables(words: int, tables: list[int], offset: int) -> None:
-    random = np.random.default_rng(words)
+def test_rows_go_to_their_tables(sizes: list[int], tables: list[int], offset: int) -> None:
+    random = np.random.default_rng(sizes[0])
     firsts = np.concatenate([[0], np.cumsum(tables)])
+
+    def rows_of(count: int, size: int) -> NDArray[np.uint8]:
+        return random.integers(0, 256, (count, size), np.uint8)
+
     # A row of guards before and behind each table.
-    live = [random.integers(0, 2**63, (rows + 2, words)).astype(np.uint64) for rows in tables]
-    live = [at_line(table, offset) for table in live]
-    expected = [table.copy() for table in live]
-    addresses = np.array([table[1:].ctypes.data for table in live], np.int64)
-    assert are_lines(addresses, words * 8) == (offset == 0 and words % 8 == 0)
+    live = [[at_line(rows_of(rows + 2, size), offset) for rows in tables] for size in sizes]
+    expected = [[table.copy() for table in field] for field in live]
+    addresses = np.array([[table[1:].ctypes.data for table in field] for field in live], np.int64)
+    for of_field, size in zip(addresses, sizes, strict=True):
+        assert are_lines(of_field, size) == (offset == 0 and size % 64 == 0)
     for share in (0.0, 0.3, 1.0):
         ids = np.flatnonzero(random.random(firsts[-1]) <= share)
-        values = random.integers(0, 2**63, (len(ids), words)).astype(np.uint64)
-        for row, value in zip(ids, values, strict=True):
-            table = int(np.searchsorted(firsts, row, "right")) - 1
-            expected[table][1 + row - firsts[table]] = value
         some = np.flatnonzero(random.random(len(ids)) < 0.5)
-        scatter_rows(addresses, firsts, ids, values, some)  # a part first, then all
-        scatter_rows(addresses, firsts, ids, values, some[:0])
-        for mine, theirs in zip(expected, live, strict=True):
-            assert np.array_equal(mine, theirs)
+        for positions in (some, some[:0]):  # a part, then all
+            if positions is some and not len(some):
+                continue
+            values = [rows_of(len(ids), size) for size in sizes]
+            for p in positions if len(positions) else range(len(ids)):
+                table = int(np.searchsorted(firsts, ids[p], "right")) - 1
+                for field, value in zip(expected, values, strict=True):
+                    field[table][1 + ids[p] - firsts[table]] = value[p]
+            scatter(addresses, firsts, ids, values, positions)
+            for mine, theirs in zip(expected, live, strict=True):
+                assert all(np.array_equal(*pair) for pair in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("words", [1, 8])
-def test_of_a_row_that_repeats_the_last_counts(words: int) -> None:
-    live = at_line(np.zeros((4, words), np.uint64), 0)
-    addresses = np.array([live.ctypes.data], np.int64)
-    values = np.repeat(np.array([[1], [2], [3]], np.uint64), words, axis=1)
-    scatter_rows(addresses, np.array([0, 4]), np.array([2, 2, 3]), values, np.empty(0, np.int64))
-    assert live.tolist() == [[n] * words for n in (0, 0, 2, 3)]
+@pytest.mark.parametrize("size", [8, 64])
+def test_of_a_row_that_repeats_the_last_counts(size: int) -> None:
+    live = at_line(np.zeros((4, size), np.uint8), 0)
+    values = np.repeat(np.array([[1], [2], [3]], np.uint8), size, axis=1)
+    addresses = np.array([[live.ctypes.data]], np.int64)
+    scatter(addresses, np.array([0, 4]), np.array([2, 2, 3]), [values], np.empty(0, np.int64))
+    assert live.tolist() == [[n] * size for n in (0, 0, 2, 3)]
+
+
+def scatter(addresses: Any, firsts: Any, ids: Any, values: list[NDArray[np.uint8]], positions: Any) -> None:
+    """The kernel, which takes addresses."""
+    where = np.array([value.ctypes.data for value in values], np.int64)
+    sizes = np.array([value.shape[1] for value in values], np.int64)
+    scatter_rows(addresses, firsts, ids, where, sizes, positions)
 
 
 @pytest.mark.parametrize("word", [np.uint8, np.uint16, np.uint32, np.uint64])
@@ -239,35 +252,6 @@ def test_rows_come_from_their_tables_whoever_copies_them(
             for mine, theirs in zip(expected, out, strict=True):
                 assert np.array_equal(mine, theirs[:-1])
                 assert (theirs[-1] == 201).all()
-
-
-@pytest.mark.parametrize("sizes", [[1], [12, 8], [64, 64], [20, 4, 200]], ids=str)
-def test_rows_are_laid_over_others(sizes: list[int]) -> None:
-    """As writing layer after layer would do, within what begins and ends say, and nowhere else."""
-    random = np.random.default_rng(sizes[0])
-    first, count = 100, 60
-    out = [random.integers(0, 256, (count + 2, size), np.uint8) for size in sizes]  # with guards
-    expected = [field.copy() for field in out]
-    kept: list[Any] = []
-    layers: list[tuple[int, ...]] = []
-    cuts: list[tuple[int, int]] = []
-    for share in (0.5, 0.0, 1.0, 0.2, 0.9):
-        ids = np.flatnonzero(random.random(300) < share)
-        positions = random.permutation(2 * len(ids))[: len(ids)] if share < 0.6 else None
-        values = [random.integers(0, 256, (2 * len(ids) + 1, size), np.uint8) for size in sizes]
-        begin, end = (int(i) for i in np.searchsorted(ids, [first, first + count]))
-        for field, mine in zip(expected, values, strict=True):
-            for j in range(begin, end):
-                field[1 + ids[j] - first] = mine[j if positions is None else positions[j]]
-        kept.append((ids, positions, values))
-        where = 0 if positions is None else positions.ctypes.data
-        layers.append((ids.ctypes.data, where, *(mine.ctypes.data for mine in values)))
-        cuts.append((begin, end))
-    begins, ends = (np.array(column, np.int64) for column in zip(*cuts, strict=True))
-    targets = np.array([field[1:].ctypes.data for field in out], np.int64)
-    lay_over_rows(np.array(layers, np.int64), begins, ends, first, targets, np.array(sizes, np.int64))
-    for field, mine in zip(out, expected, strict=True):
-        assert np.array_equal(field, mine)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 200, 1000])

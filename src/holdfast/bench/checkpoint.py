@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
 from holdfast.checkpoint.api import Checkpointer
 from holdfast.checkpoint.loader import RowLoader
-from holdfast.checkpoint.overlay import LEAST_LIMIT_BYTES
 from holdfast.checkpoint.restore import VersionReader, open_version
 from holdfast.checkpoint.stretches import STRETCH_BYTES, run_all, thread_buffer
 from holdfast.data.criteo_shape import capped_rows
@@ -49,8 +48,8 @@ RECORD_BYTES = 2 * DIM * 4
 # More than the processor's caches hold: each side finds them as cold as the other.
 _EVICT = np.zeros(64 << 20, np.uint8)
 _FLOOR_ROWS = STRETCH_BYTES // RECORD_BYTES
-# More than a restore takes at once for what it has read.
-_SETTLED_BYTES = LEAST_LIMIT_BYTES + (64 << 20)
+_SETTLED_BYTES = 64 << 20
+"""More than a restore takes at once for what it has read."""
 
 
 def run(report: Report) -> None:
@@ -408,7 +407,7 @@ class _Floor:
             [first + of_table for first, of_table in zip(self._firsts, ids, strict=False)]
         )
         self._fields = list(fields.values())  # they own the memory that is written to
-        self._addresses = [np.array([f[i].ctypes.data for f in self._fields], np.int64) for i in range(2)]
+        self._addresses = np.array([[f[i].ctypes.data for f in self._fields] for i in range(2)], np.int64)
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as this does)
         self._file.write(np.zeros((2 * len(self._ids), DIM * 4), np.uint8).tobytes())
         self._file.flush()
@@ -422,8 +421,8 @@ class _Floor:
         ids = self._ids[begin : begin + _FLOOR_ROWS]
         read = thread_buffer(2 * len(ids) * DIM * 4)
         os.preadv(self._file.fileno(), [read.data], 2 * begin * DIM * 4)
-        for addresses, part in zip(self._addresses, read.reshape(2, len(ids), DIM * 4), strict=True):
-            scatter_rows(addresses, self._firsts, ids, part.view(np.uint64), ids[:0])
+        values = np.array([field.ctypes.data for field in read.reshape(2, -1)], np.int64)
+        scatter_rows(self._addresses, self._firsts, ids, values, np.full(2, DIM * 4), ids[:0])
 
 
 def _others(report: Report, trace: Trace, chunked: StrategyRun, folder: Path, repeats: int) -> None:

@@ -80,6 +80,17 @@ class Piece:
         """Bytes of the whole piece."""
         return sum(self.lengths)
 
+    @property
+    def is_run(self) -> bool:
+        """Whether its rows are neighbours of the same birth and death: nothing needs to be decoded."""
+        return (
+            self.index_length == 0
+            and self.ids == "range"
+            and self.last_id - self.first_id == self.rows - 1
+            and self.first_born == self.last_born
+            and self.first_died == self.last_died
+        )
+
     @cached_property
     def index_length(self) -> int:
         """Bytes of ids, born and died, which come first: enough to know which rows it holds."""

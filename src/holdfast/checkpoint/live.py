@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.quantize import RowCodec, from_float32
-from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows, in_words, word
+from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows, word
 from holdfast.errors import ConfigError, CorruptCheckpoint
 from holdfast.kernels.rows import (
     FROM_BEHIND,
@@ -40,15 +39,6 @@ def _helper() -> ThreadPoolExecutor:
 
 # A process that is forked off has the pool but not its threads.
 os.register_at_fork(after_in_child=_helper.cache_clear)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Neighbouring rows of one table: the first one's id, how many, and the memory of each field."""
-
-    first: int
-    rows: int
-    fields: tuple[Bytes2D, ...]
 
 
 class LiveTables:
@@ -91,29 +81,19 @@ class LiveTables:
                     return fields[number].view(np.float32)
         raise KeyError(table)
 
-    def firsts(self, group: int) -> NDArray[np.int64]:
-        """The first id of each table of a group, and the number of its rows."""
-        return self._firsts[group]
-
-    def parts(self, group: int, first: int, rows: int) -> Iterator[Part]:
-        """The memory of neighbouring rows, table by table."""
-        firsts = self._firsts[group]
-        at, end = first, first + rows
-        table = int(firsts.searchsorted(first, "right")) - 1
-        while at < end:
-            begin, behind = firsts[table : table + 2].tolist()
-            stop = min(end, behind)
-            fields = tuple(field[at - begin : stop - begin] for field in self._live[group][table])
-            yield Part(at, stop - at, fields)
-            at = stop
-            table = int(firsts.searchsorted(at, "right")) - 1
-
     def fill(self, group: int, first: int, fields: Sequence[Bytes2D]) -> None:
         """Write neighbouring rows, of which the first has this id."""
-        for part in self.parts(group, first, len(fields[0])):
-            begin = part.first - first
-            for live, values in zip(part.fields, fields, strict=True):
-                copy_past_caches(live.reshape(-1), values[begin : begin + part.rows].reshape(-1))
+        firsts = self._firsts[group]
+        at, end = first, first + len(fields[0])
+        while at < end:
+            table = int(firsts.searchsorted(at, "right")) - 1
+            begin, behind = firsts[table : table + 2].tolist()
+            stop = min(end, behind)
+            for live, values in zip(self._live[group][table], fields, strict=True):
+                copy_past_caches(
+                    live[at - begin : stop - begin].reshape(-1), values[at - first : stop - first].reshape(-1)
+                )
+            at = stop
 
     def start_gather(self, wanted: Sequence[RowIds], out: Sequence[Sequence[Bytes2D]]) -> Gather:
         """Begin to copy rows (of each group, ids ascending) to ``out`` (of each group, of each field).
@@ -143,16 +123,18 @@ class LiveTables:
             return
         self._check(group, rows.ids)
         some = _ALL if positions is None else positions
-        firsts = self._firsts[group]
-        for number, (addresses, values) in enumerate(zip(self._addresses[group], rows.fields, strict=True)):
+        addresses, firsts = self._addresses[group], self._firsts[group]
+        if all(codec is None for codec in codecs):
+            _scatter(addresses, firsts, rows.ids, rows.fields, some)
+            return
+        for number, (codec, values) in enumerate(zip(codecs, rows.fields, strict=True)):
             field = self.groups[group].fields[number]
-            codec = codecs[number] if codecs else None
             if codec is None:
-                scatter_rows(addresses, firsts, rows.ids, in_words(values), some)
+                _scatter(addresses[number : number + 1], firsts, rows.ids, [values], some)
             elif field.dtype == "F32":
-                codec.decode_into(addresses, firsts, field.width, rows.ids, values, some)
+                codec.decode_into(addresses[number], firsts, field.width, rows.ids, values, some)
             else:
-                self._scatter_halves(codec, field, addresses, firsts, rows.ids, values, some)
+                self._scatter_halves(codec, field, addresses[number], firsts, rows.ids, values, some)
 
     def _scatter_halves(
         self,
@@ -172,13 +154,23 @@ class LiveTables:
         if len(kept):
             decoded = np.empty((len(kept), field.width), np.float32)
             codec.decode(np.ascontiguousarray(values[kept]), decoded)
-            scatter_rows(addresses, firsts, ids[kept], in_words(from_float32(decoded, field.dtype)), _ALL)
+            _scatter(addresses[None], firsts, ids[kept], [from_float32(decoded, field.dtype)], _ALL)
 
     def _check(self, group: int, ids: RowIds) -> None:
         """Ids become addresses, and they ascend."""
         rows = self._firsts[group][-1]
         if not (ids[0] >= 0 and ids[-1] < rows):
             raise CorruptCheckpoint(f"rows {ids[0]} to {ids[-1]} of a group of {rows}")
+
+
+def _scatter(
+    addresses: RowIds, firsts: RowIds, ids: RowIds, fields: Sequence[Bytes2D], positions: RowIds
+) -> None:
+    """Rows of several fields, as bytes, to the tables at these addresses, [field, table]."""
+    fields = [np.ascontiguousarray(field) for field in fields]
+    values = np.array([field.ctypes.data for field in fields], np.int64)
+    row_bytes = np.array([field.shape[1] for field in fields], np.int64)
+    scatter_rows(addresses, firsts, ids, values, row_bytes, positions)
 
 
 class _GatherPart:

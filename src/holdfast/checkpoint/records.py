@@ -172,11 +172,6 @@ class Rows:
         return Rows(self.ids[positions], tuple(np.take(f, positions, 0, mode="clip") for f in self.fields))
 
 
-def in_words(values: Bytes2D) -> NDArray[np.unsignedinteger]:
-    """The same rows in words as long as they allow."""
-    return values.view(word([values.shape[1]]).dtype)
-
-
 def word(row_bytes: Iterable[int]) -> NDArray[np.unsignedinteger]:
     """An empty array of the longest words of which all of these rows are made."""
     return np.empty(0, f"u{math.gcd(8, *row_bytes)}")

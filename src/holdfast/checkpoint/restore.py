@@ -1,9 +1,9 @@
 """Reading a version: which pieces it needs, in which order, as few and as long reads as possible.
 
-The main path is ``VersionReader.read_rows``. Into live tables, a full version and what is newer go by
-``sweep.py``. Otherwise a thread reads and checks the next stretch of a file while this one decodes the last
-and hands its rows to whoever restores. Only where files take turns, as bundles of
-several columns do, are they read as a whole before their rows are handed on.
+The main path is ``VersionReader.read_rows``. Into live tables, several threads read, check, decode and write
+stretches of files (``_load``). For anybody else a thread reads and checks the next stretch while this one
+decodes the last and hands its rows on (``_in_order``); where files take turns, as bundles of several columns
+do, they are read as a whole before.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -23,7 +24,6 @@ from holdfast.checkpoint import chunk
 from holdfast.checkpoint.chunk import DecodedPiece, Piece
 from holdfast.checkpoint.loader import Decoder, RowLoader, Sink
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
-from holdfast.checkpoint.overlay import Plan, plan_overlay
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.base import ReadRequest
@@ -34,12 +34,12 @@ from holdfast.checkpoint.stretches import (
     Turns,
     batches,
     open_file,
+    read_checked,
     read_stretch,
     run_all,
     stretches,
     thread_buffer,
 )
-from holdfast.checkpoint.sweep import Sweep
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 
 MOST_OPEN = 256
@@ -147,50 +147,19 @@ class VersionReader:
         ``born_after`` leaves out what was written for that version of the era or an earlier one.
         ``on_progress`` is told how many bytes have been handed on.
         """
-        taker = sink if isinstance(sink, RowLoader) else Decoder(sink)
+        pieces = self.pieces(baseline=baseline, born_after=born_after)
+        if isinstance(sink, RowLoader):
+            self._load(sink, pieces, born_after, on_progress)
+            return
+        decoder = Decoder(sink)
         done = 0
-        for pieces in self._split(self.pieces(baseline=baseline, born_after=born_after)):
-            rest = pieces
-            if isinstance(taker, RowLoader):
-                plan = plan_overlay(pieces, self.stored_groups)
-                rest = plan.rest
-                if plan.base:
-                    done += self._sweep(taker, plan, born_after, on_progress, done)
-            for interleaved, batch in batches(rest):
-                if interleaved or not isinstance(taker, RowLoader):
-                    for decoded in self._in_order(batch):
-                        self._hand_on(taker, decoded, born_after)
-                        done += decoded.piece.length
-                        on_progress(done)
-                else:
-                    done += self._load(taker, batch, born_after, on_progress, done)
-
-    def _hand_on(self, taker: RowLoader | Decoder, decoded: DecodedPiece, born_after: int) -> None:
-        positions = decoded.positions_at(self.version.version, born_after)
-        if positions is None or len(positions):
-            taker.load(self.stored_groups[decoded.piece.group], decoded.piece.group, decoded.rows, positions)
-
-    def _sweep(
-        self,
-        loader: RowLoader,
-        plan: Plan,
-        born_after: int,
-        on_progress: Callable[[int], None],
-        before: int,
-    ) -> int:
-        """Load the full version into live tables, with newer rows laid over it; how many bytes."""
-        version = self.version.version
-        sweep = Sweep(
-            plan,
-            self.stored_groups,
-            loader,
-            lambda decoded: decoded.positions_at(version, born_after),
-            lambda read: on_progress(before + read),
-        )
-        read = sweep.run()
-        self.bytes_read += read
-        self.pieces_read += len(plan.base) + len(plan.above)
-        return read
+        for decoded in (piece for part in self._split(pieces) for piece in self._in_order(part)):
+            positions = decoded.positions_at(self.version.version, born_after)
+            if positions is None or len(positions):
+                group = decoded.piece.group
+                decoder.load(self.stored_groups[group], group, decoded.rows, positions)
+            done += decoded.piece.length
+            on_progress(done)
 
     def _load(
         self,
@@ -198,22 +167,38 @@ class VersionReader:
         pieces: Sequence[tuple[OpenFile, Piece]],
         born_after: int,
         on_progress: Callable[[int], None],
-        before: int,
-    ) -> int:
-        """Several threads read and write pieces into live tables, of lower rank first; how many bytes."""
-        turns = Turns(stretches(pieces))
+    ) -> None:
+        """Several threads read pieces and write them into live tables, those of lower rank first."""
+        done = 0
+        for part in self._split(pieces):
+            turns = Turns(stretches(part), lambda loaded, before=done: on_progress(before + loaded))  # type: ignore[misc]
 
-        def load(stretch: Stretch) -> None:
-            decoded = read_stretch(stretch, self.stored_groups, thread_buffer(stretch.bytes))
-            turns.wait(stretch.rank)
-            for piece in decoded:
-                self._hand_on(loader, piece, born_after)
-            turns.finish(stretch, lambda loaded: on_progress(before + loaded))
+            def load(stretch: Stretch, turns: Turns = turns) -> None:
+                writes = [
+                    self._write(loader, piece, data, stretch.file.where, born_after)
+                    for piece, data in read_checked(stretch, thread_buffer(stretch.bytes))
+                ]
+                turns.wait(stretch.rank)
+                for write in writes:
+                    write()
+                turns.finish(stretch)
 
-        run_all(load, turns.stretches, on_error=turns.give_up)
-        self.bytes_read += turns.loaded
-        self.pieces_read += len(pieces)
-        return turns.loaded
+            run_all(load, turns.stretches, on_error=turns.give_up)
+            done += turns.loaded
+            self.pieces_read += len(part)
+        self.bytes_read += done
+
+    def _write(
+        self, loader: RowLoader, piece: Piece, data: NDArray[np.uint8], where: str, born_after: int
+    ) -> Callable[[], None]:
+        """Decode a piece; what is returned writes those of its rows that belong to the version."""
+        group = self.stored_groups[piece.group]
+        if piece.is_run and not group.is_coded and group.raw_rows_of is None:
+            fields = chunk.decode_fields(piece, data, group.fields)
+            return partial(loader.tables.fill, piece.group, piece.first_id, fields)
+        decoded = chunk.decode_piece(piece, data, group.fields, where)
+        positions = decoded.positions_at(self.version.version, born_after)
+        return partial(loader.load, group, piece.group, decoded.rows, positions)
 
     def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
         """Read and check every byte that the version needs; how many there were."""

@@ -181,7 +181,10 @@ def stretches(pieces: Sequence[tuple[OpenFile, Piece]], *, by_file: bool = False
 class Turns:
     """Lets threads write stretches of one rank at the same time, and of a higher rank only after them."""
 
-    def __init__(self, stretches: Iterable[Stretch]) -> None:
+    def __init__(
+        self, stretches: Iterable[Stretch], on_progress: Callable[[int], None] = lambda loaded: None
+    ) -> None:
+        self._on_progress = on_progress
         self.stretches = sorted(stretches, key=lambda stretch: stretch.rank)
         self.loaded = 0
         self._left = Counter(stretch.rank for stretch in self.stretches)
@@ -196,7 +199,7 @@ class Turns:
             if self._given_up:
                 raise CancelledError
 
-    def finish(self, stretch: Stretch, on_progress: Callable[[int], None]) -> None:
+    def finish(self, stretch: Stretch) -> None:
         """This stretch is written."""
         with self._changed:
             self.loaded += stretch.bytes
@@ -204,7 +207,7 @@ class Turns:
             if not self._left[stretch.rank]:
                 self._ranks.pop()
                 self._changed.notify_all()
-            on_progress(self.loaded)
+            self._on_progress(self.loaded)
 
     def give_up(self) -> None:
         """Let nobody wait for what will not come."""

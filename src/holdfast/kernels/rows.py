@@ -61,13 +61,11 @@ def _stream_line(typing_context, target, source):
     """Copy a cache line, at addresses, past the caches: it is not read before it is written."""
 
     def generate(context, builder, signature, arguments):
-        half = ir.VectorType(ir.IntType(64), 4)
-        to, from_ = (builder.inttoptr(a, half.as_pointer()) for a in arguments)
+        line = ir.VectorType(ir.IntType(64), _LINE // 8)
+        to, from_ = (builder.inttoptr(a, line.as_pointer()) for a in arguments)
         hint = builder.module.add_metadata([ir.IntType(32)(1)])
-        places = [ir.IntType(64)(k) for k in range(_LINE // 32)]
-        values = [builder.load(builder.gep(from_, [k]), align=1) for k in places]
-        for k, value in zip(places, values, strict=True):
-            builder.store(value, builder.gep(to, [k]), align=32).set_metadata("nontemporal", hint)
+        value = builder.load(from_, align=1)
+        builder.store(value, to, align=_LINE).set_metadata("nontemporal", hint)
         return context.get_dummy_value()
 
     return types.void(target, source), generate
@@ -163,7 +161,8 @@ def marked_rows(bits, out, clear):
 _AHEAD = 8
 _GATHER_BLOCK = 2048
 _BLOCK = 128  # gaps that share one Rice parameter
-_LARGEST_PARAMETER = 48  # gaps of up to 2**48; a word has 57 bits of the stream at least
+_LARGEST_PARAMETER = 48  # gaps of up to 2**48
+_WORD_BITS = 57  # of the stream, that a word which begins at any byte has at least
 
 
 def gaps_bound(count, span):
@@ -248,14 +247,18 @@ def decode_gaps(data, first, last, least, ids):
             word = _word(address, at, limit)
             ones = np.int64(_trailing_zeros(~word))
             quotient = ones
-            while ones >= 56 and at < limit:  # a word has 57 bits of the stream at least
-                at += 56
-                quotient -= ones - 56
-                ones = np.int64(_trailing_zeros(~_word(address, at, limit)))
-                quotient += ones
-            at += ones + 1
-            low = np.int64(_word(address, at, limit) & mask)
-            at += k
+            if ones + k < _WORD_BITS:  # all of it is in this word, as a rule
+                low = np.int64((word >> np.uint64(1) >> np.uint64(ones)) & mask)
+                at += ones + 1 + k
+            else:
+                while ones >= _WORD_BITS - 1 and at < limit:
+                    at += _WORD_BITS - 1
+                    quotient -= ones - (_WORD_BITS - 1)
+                    ones = np.int64(_trailing_zeros(~_word(address, at, limit)))
+                    quotient += ones
+                at += ones + 1
+                low = np.int64(_word(address, at, limit) & mask)
+                at += k
             # Before the shift, which could wrap around and let ids descend.
             if at > limit or quotient > (last - value) >> k:
                 return False
@@ -354,17 +357,24 @@ def _gather(addresses, firsts, ids, out):
 
 
 @njit(cache=True, nogil=True)
-def scatter_rows(addresses, firsts, ids, values, positions):
-    """Copy row values[p] to row ids[p] of tables that are numbered through, for each p of ``positions``.
+def scatter_rows(addresses, firsts, ids, values, row_bytes, positions):
+    """Copy rows to where they belong in tables that are numbered through, several fields of each.
 
-    Table t begins at memory address addresses[t] and has rows firsts[t] to firsts[t + 1] - 1 of the
-    numbering, each of as many words as a row of ``values``. ids ascend and lie within the numbering: the
-    caller's duty. Without positions: every row.
+    Table t has rows firsts[t] to firsts[t + 1] - 1 of the numbering; its field f begins at memory address
+    addresses[f, t] and has row_bytes[f] bytes a row. Row p of the rows at memory address values[f] becomes
+    row ids[p], for each p of ``positions``, or every p without any. ids ascend and lie within the numbering:
+    the caller's duty.
     """
-    if are_lines(addresses, values.shape[1] * values.itemsize):
-        _scatter_lines(addresses, firsts, ids, values, positions)
-    else:
-        _scatter_words(addresses, firsts, ids, values, positions)
+    for f in range(addresses.shape[0]):
+        if not are_lines(addresses[f], row_bytes[f]):
+            _scatter_bytes(addresses[f], firsts, ids, values[f], row_bytes[f], positions)
+        elif positions.shape[0]:
+            _scatter_some_lines(addresses[f], firsts, ids, values[f], row_bytes[f], positions)
+        elif row_bytes[f] == _LINE:
+            _scatter_lines(addresses[f], firsts, ids, values[f], _LINE)
+        else:
+            _scatter_lines(addresses[f], firsts, ids, values[f], row_bytes[f])
+    _finish_streams()
 
 
 @njit(cache=True, nogil=True)
@@ -376,21 +386,49 @@ def are_lines(addresses, row_bytes):
     return whole
 
 
-@njit(cache=True, nogil=True)
-def _scatter_lines(addresses, firsts, ids, values, positions):
-    """Rows that lie anywhere are not in the caches, and writing whole lines they need not come there."""
-    row_bytes = values.shape[1] * values.itemsize
-    source = values.ctypes.data
-    some = positions.shape[0] > 0
+# Rows that lie anywhere are not in the caches, and writing whole lines they need not come there. A loop for
+# all rows and one for some: asking at each row which it is takes a fifth of the time.
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _scatter_lines(addresses, firsts, ids, values, row_bytes):
     table = 0
-    for i in range(positions.shape[0] if some else ids.shape[0]):
-        p = positions[i] if some else i
+    for p in range(ids.shape[0]):
         while ids[p] >= firsts[table + 1]:
             table += 1
         row = addresses[table] + (ids[p] - firsts[table]) * row_bytes
         for offset in range(0, row_bytes, _LINE):
-            _stream_line(row + offset, source + p * row_bytes + offset)
-    _finish_streams()
+            _stream_line(row + offset, values + p * row_bytes + offset)
+
+
+@njit(cache=True, nogil=True)
+def _scatter_some_lines(addresses, firsts, ids, values, row_bytes, positions):
+    table = 0
+    for p in positions:
+        while ids[p] >= firsts[table + 1]:
+            table += 1
+        row = addresses[table] + (ids[p] - firsts[table]) * row_bytes
+        for offset in range(0, row_bytes, _LINE):
+            _stream_line(row + offset, values + p * row_bytes + offset)
+
+
+@njit(cache=True, nogil=True)
+def _scatter_bytes(addresses, firsts, ids, values, row_bytes, positions):
+    some = positions.shape[0] > 0
+    count = positions.shape[0] if some else ids.shape[0]
+    table = ahead = 0
+    for i in range(count):
+        p = positions[i] if some else i
+        if i + _AHEAD < count:
+            coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
+            while coming >= firsts[ahead + 1]:
+                ahead += 1
+            _prefetch_row(addresses[ahead] + (coming - firsts[ahead]) * row_bytes, row_bytes)
+        while ids[p] >= firsts[table + 1]:
+            table += 1
+        _copy_bytes(
+            values + p * row_bytes, addresses[table] + (ids[p] - firsts[table]) * row_bytes, row_bytes
+        )
 
 
 @njit(cache=True, nogil=True)
@@ -407,67 +445,6 @@ def copy_past_caches(target, source):
     for i in range(end, size):
         target[i] = source[i]
     _finish_streams()
-
-
-@njit(cache=True, nogil=True)
-def _scatter_words(addresses, firsts, ids, values, positions):
-    words = values.shape[1]
-    row_bytes = words * values.itemsize
-    some = positions.shape[0] > 0
-    count = positions.shape[0] if some else ids.shape[0]
-    table = ahead = 0
-    live = carray(_pointer(addresses[0]), (firsts[1] - firsts[0], words), values.dtype)
-    for i in range(count):
-        p = positions[i] if some else i
-        if i + _AHEAD < count:
-            coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
-            while coming >= firsts[ahead + 1]:
-                ahead += 1
-            _prefetch_row(addresses[ahead] + (coming - firsts[ahead]) * row_bytes, row_bytes)
-        if ids[p] >= firsts[table + 1]:
-            while ids[p] >= firsts[table + 1]:
-                table += 1
-            live = carray(
-                _pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), values.dtype
-            )
-        _copy_row(values, p, live, ids[p] - firsts[table])
-
-
-@njit(cache=True, nogil=True)
-def lay_over_rows(layers, begins, ends, first, targets, row_bytes):
-    """Copy rows of several layers over others, later layers over earlier ones.
-
-    Layer k is (address of ids, address of positions or 0, address of each field); of its ids those from
-    begins[k] to before ends[k] count. Row i - first of field f, at memory address targets[f] and with
-    row_bytes[f] bytes, becomes that of id i: the j-th id's is the j-th of the layer's field, or the one that
-    the j-th position says. All of them lie within their arrays: the caller's duty.
-    """
-    count = layers.shape[0]
-    for f in range(targets.shape[0]):
-        size = row_bytes[f]
-        for k in range(count):
-            if k + 1 < count and begins[k + 1] < ends[k + 1]:  # nobody has been there for a while
-                _prefetch(layers[k + 1, 0] + begins[k + 1] * 8)
-                if layers[k + 1, 1]:
-                    _prefetch(layers[k + 1, 1] + begins[k + 1] * 8)
-                else:
-                    for j in range(_AHEAD):
-                        _prefetch_row(layers[k + 1, 2 + f] + (begins[k + 1] + j) * size, size)
-            begin, end = begins[k], ends[k]
-            if begin == end:
-                continue
-            ids = carray(_pointer(layers[k, 0]), end, np.int64)
-            values = layers[k, 2 + f]
-            if layers[k, 1]:
-                positions = carray(_pointer(layers[k, 1]), end, np.int64)
-                for j in range(begin, end):
-                    if j + _AHEAD < end:
-                        _prefetch_row(values + positions[j + _AHEAD] * size, size)
-                    _copy_bytes(values + positions[j] * size, targets[f] + (ids[j] - first) * size, size)
-            else:
-                for j in range(begin, end):
-                    _prefetch_row(values + (j + _AHEAD) * size, size)
-                    _copy_bytes(values + j * size, targets[f] + (ids[j] - first) * size, size)
 
 
 @njit(cache=True, nogil=True, inline="always")
