@@ -271,7 +271,7 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
             ends the job.
         rings: whether servers form rings of k + r that share nothing, so that failures of more than r
             servers are survived unless they fall into one ring.
-        chunk_rows: rows that are recovered at a time behind the training's back; None: 4 MB of them.
+        chunk_rows: rows that are recovered at a time behind the training's back; None: 1 MB of them.
         recovery_share: how much of the time that may take: 1 is as fast as it can.
         scrub_seconds: how long it is to take to check all parities while training runs, over and over; 0:
             they are not checked.

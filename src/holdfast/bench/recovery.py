@@ -30,7 +30,7 @@ from holdfast.bench.proportion import full_checkpoint, interval_seconds
 from holdfast.cluster.job import JobResult, Runner
 from holdfast.cluster.launch.local import LocalLauncher
 from holdfast.cluster.messages import Status
-from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.plan import CHUNK_BYTES, JobPlan
 from holdfast.cluster.planning import plan_job
 from holdfast.data.reader import Reader
 from holdfast.errors import HoldfastError
@@ -298,7 +298,7 @@ def _chunks(report: Report, scale: Scale) -> None:
             decoded = [_decoding(victims) for _ in range(scale.kills)] if name == "usual" else []
         report.raw[f"recovery.chunk_{name}"] = {"deaths": deaths, "decode_megabytes_per_second": decoded}
         full = Spread.of([death.full_seconds for death in deaths])
-        what = "4 MB of" if name == "usual" else name
+        what = f"{CHUNK_BYTES >> 20} MB of" if name == "usual" else name
         report.figure(f"recovery.chunk_{name}.full_seconds", full, f"{what} rows at a time, unthrottled")
         drop = Spread.of([(1 - death.meanwhile / death.before) * 100 for death in deaths])
         report.figure(f"recovery.chunk_{name}.drop_percent", drop)

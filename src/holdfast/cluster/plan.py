@@ -28,7 +28,8 @@ class Timing(Struct, frozen=True, kw_only=True):
     """A worker that has waited so long for a server reports it."""
 
 
-_CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+"""Of records that are recovered at a time, if nobody says how many rows."""
 
 
 class LaneOptions(Struct, frozen=True, kw_only=True):
@@ -52,7 +53,7 @@ class LaneOptions(Struct, frozen=True, kw_only=True):
     def chunk(self, words: int) -> int:
         """How many records of so many words are recovered at a time: fewer would cost more messages, more
         would keep those waiting for longer that somebody needs at once."""
-        return self.chunk_rows or max(1, _CHUNK_BYTES // (4 * words))
+        return self.chunk_rows or max(1, CHUNK_BYTES // (4 * words))
 
 
 class NetworkPart(Struct, frozen=True):
