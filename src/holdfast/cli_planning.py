@@ -241,6 +241,7 @@ def emulate(
     batch_size: Annotated[int | None, _option("Samples of a step.", _TRAINING)] = None,
     lr: Annotated[float | None, _option("Learning rate of SGD.", _TRAINING)] = None,
     zipf: Annotated[float | None, _option("How skewed lookups are.", _TRAINING)] = None,
+    noise: Annotated[float | None, _option("How much of a click is chance.", _TRAINING)] = None,
     test_samples: Annotated[int | None, _option("Samples of the test.", _TRAINING)] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Trainings side by side; as many as cores.")
@@ -265,6 +266,7 @@ def emulate(
         batch_size=batch_size,
         lr=lr,
         zipf_exponent=zipf,
+        noise=noise,
         test_samples=test_samples,
     )
     chosen = draws.parse_failures(cluster, distribution, at or (), failure_log)

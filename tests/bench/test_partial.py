@@ -40,6 +40,7 @@ def test_random_runs_are_those_of_section_6_5() -> None:
     assert portions == {1 / 16, 1 / 8, 1 / 4, 1 / 2}
     assert {run.lesson for run in runs} == {TINY}
     assert all(run.way is not None and run.way.prioritize is None for run in runs)
+    assert all(run.way is not None and run.way.interval_hours <= run.cluster.hours / 2 for run in runs)
     assert runs[:5] == [random_run(number, TINY) for number in range(5)]
 
 

@@ -159,6 +159,16 @@ def test_labels_follow_the_rows() -> None:
     assert max(rates) - min(rates) > 0.05
 
 
+def test_noise_leaves_less_of_what_rows_say() -> None:
+    """The same samples, other clicks: the rates of a table's rows are nearer to each other."""
+    spreads = []
+    for noise in (1.0, 4.0, 16.0):
+        batch = reader(samples=100_000, batch_size=100_000, noise=noise).batch(0)
+        rates = [batch.labels[batch.ids[0] == row].mean() for row in range(3)]
+        spreads.append(max(rates) - min(rates))
+    assert spreads[0] > 1.3 * spreads[1] > 2 * spreads[2]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -169,6 +179,8 @@ def test_labels_follow_the_rows() -> None:
         ({"table_rows": [1 << 32]}, "table_rows"),
         ({"zipf_exponent": -1.0}, "zipf_exponent"),
         ({"zipf_exponent": float("nan")}, "zipf_exponent"),
+        ({"noise": 0.0}, "noise is 0"),
+        ({"noise": float("nan")}, "noise is nan"),
         ({"seed": -1}, "seed is -1"),
         ({"ids_per_sample": [1]}, "ids_per_sample"),
         ({"ids_per_sample": 0}, "ids_per_sample"),

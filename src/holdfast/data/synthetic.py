@@ -46,6 +46,8 @@ class Synthetic:
         ids_per_sample: how many ids a sample has in each table: one number, or one for each table.
         zipf_exponent: how skewed the ids are: the row of rank *k* is drawn in proportion to
             ``k ** -zipf_exponent``; 0 is uniform.
+        noise: what the teacher's opinion is divided by before it becomes a probability: the more, the more a
+            click is chance, and the less there is to learn.
         seed: another seed is another teacher and other samples.
         part: "train" and "test" are different samples of the same teacher.
     """
@@ -60,6 +62,7 @@ class Synthetic:
         table_rows: Sequence[int] | None = None,
         ids_per_sample: int | Sequence[int] = 1,
         zipf_exponent: float = 1.05,
+        noise: float = 1.0,
         seed: int = 0,
         part: Literal["train", "test"] = "train",
     ) -> None:
@@ -69,13 +72,14 @@ class Synthetic:
         self.samples = samples
         self.batch_size = batch_size
         self.zipf_exponent = zipf_exponent
+        self.noise = noise
         self.seed = seed
         self.part = part
         self._check()
         self._worker, self._workers = 0, 1
         self._next_index = 0
         self._iterating = False
-        self._sampler = _Sampler(self.table_rows, self.ids_per_sample, zipf_exponent, seed)
+        self._sampler = _Sampler(self.table_rows, self.ids_per_sample, zipf_exponent, noise, seed)
 
     def _check(self) -> None:
         if self.samples < 1:
@@ -86,6 +90,8 @@ class Synthetic:
             raise ConfigError("table_rows needs a number from 1 to 2**32 - 1 for every table")
         if not math.isfinite(self.zipf_exponent) or self.zipf_exponent < 0:
             raise ConfigError(f"zipf_exponent is {self.zipf_exponent}: expected 0 (uniform) or more")
+        if not 0 < self.noise < math.inf:
+            raise ConfigError(f"noise is {self.noise}: expected above 0")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed is {self.seed}: expected a number from 0 to 2**63 - 1")
         if len(self.ids_per_sample) != len(self.table_rows) or min(self.ids_per_sample) < 1:
@@ -148,6 +154,7 @@ class Synthetic:
             "table_rows": list(self.table_rows),
             "ids_per_sample": list(self.ids_per_sample),
             "zipf_exponent": self.zipf_exponent,
+            "noise": self.noise,
             "seed": self.seed,
             "part": self.part,
             "worker": self._worker,
@@ -174,7 +181,9 @@ class Synthetic:
 class _Sampler:
     """The tables that the sampling loop reads, made once for a stream."""
 
-    def __init__(self, rows: Sequence[int], hots: Sequence[int], exponent: float, seed: int) -> None:
+    def __init__(
+        self, rows: Sequence[int], hots: Sequence[int], exponent: float, noise: float, seed: int
+    ) -> None:
         curves = [_zipf_curve(r, exponent) for r in rows]
         self.knot_start = np.cumsum([0] + [len(c[0]) for c in curves]).astype(np.int64)
         self.knot_rank = np.concatenate([c[0] for c in curves])
@@ -187,7 +196,7 @@ class _Sampler:
         # Inverse distribution functions: dense features like log(1 + count), label noise logistic.
         u = np.linspace(0, 1, (1 << CURVE_BITS) + 1).clip(1e-4, 1 - 1e-4)
         self.dense_curve = _coarse(-np.log1p(-u))
-        self.noise_curve = _coarse(np.log(u) - np.log1p(-u))
+        self.noise_curve = _coarse(noise * (np.log(u) - np.log1p(-u)))
 
     def batch(self, index: int, first: int, count: int) -> Batch:
         hots = self.hots

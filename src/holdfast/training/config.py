@@ -102,6 +102,7 @@ class SyntheticConfig(_Section, frozen=True, kw_only=True, tag_field="source", t
     cardinalities: Cardinalities = "kaggle"
     max_rows: Positive = 100_000
     zipf_exponent: Annotated[float, Meta(ge=0)] = 1.05
+    noise: Annotated[float, Meta(gt=0)] = 1.0
     ids_per_sample: Positive | tuple[Positive, ...] = 1
 
 

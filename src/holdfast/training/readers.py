@@ -44,6 +44,7 @@ def build_readers(config: Config) -> tuple[Reader, Reader]:
                 table_rows=rows,
                 ids_per_sample=data.ids_per_sample,
                 zipf_exponent=data.zipf_exponent,
+                noise=data.noise,
                 seed=config.seed,
                 part=part,
             )
