@@ -10,20 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from holdfast.kernels.ids import count_marked, decode_gaps, encode_gaps, gaps_bound, mark_rows, marked_rows
 from holdfast.kernels.rows import (
     FROM_BEHIND,
     FROM_FRONT,
     UNTIL_HELPED,
     are_lines,
     copy_past_caches,
-    count_marked,
-    decode_gaps,
-    encode_gaps,
-    gaps_bound,
     gather_blocks,
     gather_rows,
-    mark_rows,
-    marked_rows,
     scatter_rows,
 )
 

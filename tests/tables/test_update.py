@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from holdfast.coding.placement import Placement
-from holdfast.kernels import lanes, update
+from holdfast.kernels import update
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
 from holdfast.training.optimizers import RowMomentum, RowWiseAdagrad
@@ -239,9 +237,3 @@ def test_powers_are_those_of_the_formula() -> None:
         for exponent in (1, 2, 3, 10, 1000, 2**20, 2**32 - 1):
             power = update._power.py_func(base, exponent)
             assert power == pytest.approx(base**exponent, rel=1e-9, abs=1e-300)
-
-
-def test_compiled_loops_change_with_what_they_are_built_with() -> None:
-    """Numba would go on using what it compiled from an older helper."""
-    now = hashlib.sha256(Path(lanes.__file__).read_bytes()).hexdigest()[:12]
-    assert update.BUILT_WITH["lanes"] == now

@@ -302,6 +302,10 @@ def _chunks(report: Report, scale: Scale) -> None:
         report.figure(f"recovery.chunk_{name}.full_seconds", full, f"{what} rows at a time, unthrottled")
         drop = Spread.of([(1 - death.meanwhile / death.before) * 100 for death in deaths])
         report.figure(f"recovery.chunk_{name}.drop_percent", drop)
+        if name == "usual":
+            average = report.figures["recovery.checkpoint60.average_seconds"]
+            figure = f"recovery.k{scale.chunk_k}.checkpoint60_average_over_ec.unthrottled"
+            report.figure(figure, average / full.median, "with no regard for the training meanwhile")
         if decoded:
             note = "of records, unthrottled, while workers wait"
             report.figure("recovery.decode_megabytes_per_second", Spread.of(decoded), note)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.records import RowIds
-from holdfast.kernels.rows import bloom_add, bloom_count
+from holdfast.kernels.ids import bloom_add, bloom_count
 
 BITS_PER_ID = 10
 FALSE_POSITIVES = 0.01

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.ids import decode_ids, encode_ids
 from holdfast.checkpoint.records import Field, Group, Rows
 from holdfast.errors import CorruptCheckpoint
-from holdfast.kernels.rows import living_rows
+from holdfast.kernels.ids import living_rows
 
 OPEN = 2**31 - 1
 """The version in which a record dies that nothing has replaced yet."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.records import MOST_ROWS, RowIds
 from holdfast.errors import CorruptCheckpoint
-from holdfast.kernels.rows import decode_gaps, encode_gaps, gaps_bound
+from holdfast.kernels.ids import decode_gaps, encode_gaps, gaps_bound
 
 
 def encode_ids(ids: RowIds) -> tuple[str, NDArray[np.uint8]]:

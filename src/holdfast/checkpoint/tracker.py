@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.priority import Priority
 from holdfast.checkpoint.records import Group, RowIds
-from holdfast.kernels.rows import count_marked, mark_rows, marked_rows, unmark_rows
+from holdfast.kernels.ids import count_marked, mark_rows, marked_rows, unmark_rows
 
 
 class RowSet:

@@ -18,7 +18,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from holdfast.kernels.rows import _prefetch
+from holdfast.kernels.machine import prefetch
+
+# Numba keeps what it compiled of this file until the file changes: so it must change with the others.
+BUILT_WITH = {"machine": "90fd5d000ca7"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
@@ -217,8 +220,8 @@ def _add_multiple(target, source, tables, words):
 def _ask(address, count):
     """Ask for the cache lines of a record that is needed in a while: rows lie anywhere."""
     for offset in range(0, min(count, _MOST_ASKED), _LINE):
-        _prefetch(address + offset)
-    _prefetch(address + count - 4)
+        prefetch(address + offset)
+    prefetch(address + count - 4)
 
 
 @_compiled

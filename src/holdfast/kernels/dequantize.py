@@ -25,11 +25,11 @@ from holdfast.kernels.lanes import (
     store,
     store_some,
 )
-from holdfast.kernels.rows import _pointer, _prefetch
+from holdfast.kernels.machine import pointer, prefetch
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with those that it
 # is built with: a test compares their checksums.
-BUILT_WITH = {"lanes": "0ba250c70725"}
+BUILT_WITH = {"lanes": "0ba250c70725", "machine": "90fd5d000ca7"}
 
 RAW_16 = 0xFFFF
 """A scale of grid 16 that says: this row is stored elsewhere, as it was."""
@@ -129,7 +129,7 @@ def _decode_codes(stored, out, width, bits, grid, scale, zero):
 @_helper
 def _decode_hard(stored, out, width, bits, scale, zero):
     """Values of codes on a grid of 32 bits: the product is exact, only the sum is rounded."""
-    values = carray(_pointer(out), width, np.float32)
+    values = carray(pointer(out), width, np.float32)
     for j in range(width):
         at = stored + (j >> 3) * bits
         word = _read_some(at, min(bits, ((width - (j & ~7)) * bits + 7) >> 3))
@@ -154,7 +154,7 @@ def _decode_row(stored, out, width, bits, grid):
         if _is_raw(stored, 4 + ((width * bits + 7) >> 3), grid):
             return False
         value = as_float(read32(stored + 2))
-        values = carray(_pointer(out), width, np.float32)
+        values = carray(pointer(out), width, np.float32)
         for j in range(width):
             values[j] = value
         return True
@@ -189,7 +189,7 @@ def decode_uniform_into(addresses, firsts, width, ids, stored, stride, bits, gri
             coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
             while coming >= firsts[ahead + 1]:
                 ahead += 1
-            _prefetch(addresses[ahead] + (coming - firsts[ahead]) * (4 * width))
+            prefetch(addresses[ahead] + (coming - firsts[ahead]) * (4 * width))
         while ids[p] >= firsts[table + 1]:
             table += 1
         out = addresses[table] + (ids[p] - firsts[table]) * (4 * width)

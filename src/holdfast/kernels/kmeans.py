@@ -5,20 +5,23 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from holdfast.kernels.rows import _mixed
+from holdfast.kernels.machine import mixed
+
+# Numba keeps what it compiled of this file until the file changes: so it must change with the others.
+BUILT_WITH = {"machine": "90fd5d000ca7"}
 
 
 @njit(cache=True, nogil=True)
 def _draw(state):
     """A number from 0 to 1, and the next state."""
     state += np.uint64(0x9E3779B97F4A7C15)
-    return np.float64(_mixed(state) >> np.uint64(11)) * 2.0**-53, state
+    return np.float64(mixed(state) >> np.uint64(11)) * 2.0**-53, state
 
 
 @njit(cache=True, nogil=True)
 def row_state(seed, row):
     """Where a row's random numbers start."""
-    return _mixed(np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(row))
+    return mixed(np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(row))
 
 
 @njit(cache=True, nogil=True)

@@ -1,6 +1,6 @@
 """The hot loops of prioritised saving: what is kept for each row that is looked up.
 
-Ids outside of a table are not its concern, as in ``kernels.rows``.
+Ids outside of a table are not its concern, as in ``kernels.ids``.
 """
 
 from __future__ import annotations

@@ -55,12 +55,17 @@ from holdfast.kernels.lanes import (
     write32,
     write64,
 )
+from holdfast.kernels.machine import pointer
 from holdfast.kernels.quantize_search import WITHIN_STORED, losses, only_allowed, search
-from holdfast.kernels.rows import _pointer
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with those that it
 # is built with: a test compares their checksums.
-BUILT_WITH = {"dequantize": "6e7ed495b28f", "lanes": "0ba250c70725", "quantize_search": "fde8fccd7221"}
+BUILT_WITH = {
+    "dequantize": "f3212706afc2",
+    "lanes": "0ba250c70725",
+    "machine": "90fd5d000ca7",
+    "quantize_search": "fde8fccd7221",
+}
 
 SYMMETRIC, ASYMMETRIC, ADAPTIVE = 0, 1, 2
 
@@ -107,7 +112,7 @@ def _extents(source, stride, last, width, found):
     highs = highest_each(high0, high1, high2, high3, high4, high5, high6, high7)
     if highest_int(magnitude) < 0x7F800000:
         return lows, highs
-    infinite = carray(_pointer(found), 8, np.float32)  # comparisons pass a NaN by: which row has one?
+    infinite = carray(pointer(found), 8, np.float32)  # comparisons pass a NaN by: which row has one?
     for lane in range(8):
         magnitude = _extent(source + min(lane, last) * stride, width, none)[2]
         infinite[lane] = np.inf if highest_int(magnitude) >= 0x7F800000 else -np.inf
@@ -290,7 +295,7 @@ def encode_uniform(source, source_stride, stored, stride, rows, width, bits, gri
 def _normalize(block, stride, count, width, grids, t):
     """Eight rows' values as parts of their ranges; 0 where that is none."""
     for lane in range(count):
-        values = carray(_pointer(block + lane * stride), width, np.float32)
+        values = carray(pointer(block + lane * stride), width, np.float32)
         low, high = np.float64(grids[0, lane]), np.float64(grids[1, lane])
         if -MOST_EASY < low < high < MOST_EASY:
             start, inverse = grids[0, lane], np.float32(1.0 / (high - low))
@@ -355,7 +360,7 @@ def _write_hard(row, out, width, bits, grid, zero, scale, step):
         return False
     _write_some(out, scale_bits, header >> 1)
     _write_some(out + (header >> 1), zero_bits, header >> 1)
-    values = carray(_pointer(row), width, np.float32)
+    values = carray(pointer(row), width, np.float32)
     for start in range(0, width, 8):
         word = np.uint64(0)
         count = min(8, width - start)

@@ -34,11 +34,11 @@ from holdfast.kernels.lanes import (
     write16,
     write64,
 )
-from holdfast.kernels.rows import _pointer, _prefetch
+from holdfast.kernels.machine import pointer, prefetch
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with those that it
 # is built with: a test compares their checksums.
-BUILT_WITH = {"lanes": "0ba250c70725"}
+BUILT_WITH = {"lanes": "0ba250c70725", "machine": "90fd5d000ca7"}
 
 RAW_STATE = 0xFFFF
 """A first word that says: this row is stored elsewhere, as it was. (A NaN, as any other would be.)"""
@@ -104,8 +104,8 @@ def _is_number(ints, width):
 def encode_bfloat16(source, source_stride, stored, stride, rows, width, raw):
     """Rows of float32 to bfloat16, to nearest even; the largest stay finite. raw[i]: has no numbers."""
     for i in range(rows):
-        ints = carray(_pointer(source + i * source_stride), width, np.int32)
-        out = carray(_pointer(stored + i * stride), 2 * width, np.uint8)
+        ints = carray(pointer(source + i * source_stride), width, np.int32)
+        out = carray(pointer(stored + i * stride), 2 * width, np.uint8)
         number = _is_number(ints, width)[0]
         raw[i] = not number
         if number:
@@ -125,10 +125,10 @@ def encode_bfloat16(source, source_stride, stored, stride, rows, width, raw):
 @_helper
 def _decode_bfloat16_row(stored, out, width):
     """``stored`` and ``out`` are addresses. A NaN or infinity, which no encoder writes, becomes zero."""
-    halves = carray(_pointer(stored), 2 * width, np.uint8)
+    halves = carray(pointer(stored), 2 * width, np.uint8)
     if (halves[1] & 0x7F) == 0x7F and halves[0] & 0x80:
         return False
-    values = carray(_pointer(out), width, np.uint32)
+    values = carray(pointer(out), width, np.uint32)
     for j in range(width):
         bits = np.uint32(halves[2 * j]) << np.uint32(16) | np.uint32(halves[2 * j + 1]) << np.uint32(24)
         values[j] = bits if bits & np.uint32(0x7F800000) != np.uint32(0x7F800000) else np.uint32(0)
@@ -141,10 +141,10 @@ def encode_log(source, source_stride, stored, stride, rows, width, raw):
     for i in range(rows):
         row = source + i * source_stride
         out = stored + i * stride
-        number, negative, magnitude = _is_number(carray(_pointer(row), width, np.int32), width)
+        number, negative, magnitude = _is_number(carray(pointer(row), width, np.int32), width)
         raw[i] = not number
         if not number or magnitude == 0:
-            codes = carray(_pointer(out), width + 2, np.uint8)
+            codes = carray(pointer(out), width + 2, np.uint8)
             for j in range(width + 2):
                 codes[j] = 0 if number or j > 1 else 255
             continue
@@ -187,8 +187,8 @@ def _logs(values, scale, negative):
 @_helper
 def _write_logs_hard(row, out, width, scale, negative):
     """The codes of a row with a scale near the ends of float32's range, one by one."""
-    values = carray(_pointer(row), width, np.float32)
-    codes = carray(_pointer(out), width, np.uint8)
+    values = carray(pointer(row), width, np.float32)
+    codes = carray(pointer(out), width, np.uint8)
     top = 127 if negative else 255
     for j in range(width):
         ratio = abs(np.float64(values[j])) / scale
@@ -206,8 +206,8 @@ def _decode_log_row(stored, out, width):
         return False
     scale = as_float((word & np.uint64(0x7FFF)) << np.uint64(16))
     factors = _FACTORS[1 if word & np.uint64(0x8000) else 0]
-    codes = carray(_pointer(stored + 2), width, np.uint8)
-    values = carray(_pointer(out), width, np.float32)
+    codes = carray(pointer(stored + 2), width, np.uint8)
+    values = carray(pointer(out), width, np.float32)
     for j in range(width):
         values[j] = scale * factors[codes[j]]
     if scale < _LEAST_EASY:  # what is not zero must not become it
@@ -239,7 +239,7 @@ def decode_state_into(addresses, firsts, width, ids, stored, stride, bits, posit
             coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
             while coming >= firsts[ahead + 1]:
                 ahead += 1
-            _prefetch(addresses[ahead] + (coming - firsts[ahead]) * (4 * width))
+            prefetch(addresses[ahead] + (coming - firsts[ahead]) * (4 * width))
         while ids[p] >= firsts[table + 1]:
             table += 1
         out = addresses[table] + (ids[p] - firsts[table]) * (4 * width)
@@ -253,5 +253,5 @@ def decode_state_into(addresses, firsts, width, ids, stored, stride, bits, posit
 def find_raw_state(stored, stride, rows, raw):
     """raw[i] = row i says that it is stored elsewhere."""
     for i in range(rows):
-        row = carray(_pointer(stored + i * stride), 2, np.uint8)
+        row = carray(pointer(stored + i * stride), 2, np.uint8)
         raw[i] = (row[1] & 0x7F) == 0x7F and (row[0] & 0x80) != 0

@@ -21,11 +21,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from holdfast.kernels.lanes import COUNT, load, splat, store
-from holdfast.kernels.rows import _mixed, _prefetch
+from holdfast.kernels.machine import mixed, prefetch
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with the one that it is
 # built with: a test compares their checksums.
-BUILT_WITH = {"lanes": "0ba250c70725"}
+BUILT_WITH = {"lanes": "0ba250c70725", "machine": "90fd5d000ca7"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
@@ -43,8 +43,8 @@ FINE, BEYOND, UNUSED, TWICE = range(4)
 def _ask(address, count):
     """Ask for the cache lines of a record that is needed in a while: rows lie anywhere."""
     for offset in range(0, min(count, _MOST_ASKED), _LINE):
-        _prefetch(address + offset)
-    _prefetch(address + count - 4)
+        prefetch(address + offset)
+    prefetch(address + count - 4)
 
 
 @_inlined
@@ -437,10 +437,10 @@ def _draw(floats, i, dim, row, firsts, keys, scales):
     golden = np.uint64(_GOLDEN)
     table = np.searchsorted(firsts, row, "right") - 1
     scale = scales[table]
-    state = _mixed(keys[table] + np.uint64(row - firsts[table]) * golden)
+    state = mixed(keys[table] + np.uint64(row - firsts[table]) * golden)
     for d in range(0, dim, 2):  # 24 bits for each weight: two of a word
         state += golden
-        word = _mixed(state)
+        word = mixed(state)
         floats[i, d] = scale * np.float32(np.int64(word >> np.uint64(40)) * 2 - 0xFFFFFF)
         if d + 1 < dim:
             low = np.int64(word & np.uint64(0xFFFFFF))

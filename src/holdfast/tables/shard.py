@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.kernels import rows as row_loops
+from holdfast.kernels import ids as id_loops
 from holdfast.kernels import update
 from holdfast.kernels.memory import aligned_zeros
 from holdfast.tables.changes import Changes
@@ -143,7 +143,7 @@ class GroupShard:
             return False
         self.changes.keep(places)
         self.records[:, : self.plan.dim].view(np.float32)[places] = weights
-        row_loops.mark_rows(self.marks, places, 0, len(self.records))
+        id_loops.mark_rows(self.marks, places, 0, len(self.records))
         self.installed = True
         return True
 
@@ -159,7 +159,7 @@ class GroupShard:
         records = self._shaped(records, np.uint32, len(places), self.plan.words, "records")
         places = self._checked(places, self._seen)
         self.records[places] = records
-        row_loops.mark_rows(self.marks, places, 0, len(self.records))
+        id_loops.mark_rows(self.marks, places, 0, len(self.records))
 
     def field(self, name: str) -> NDArray[Any]:
         """A part of all records, [records, width], not a copy: float32, but uint32 for "step"."""
@@ -176,16 +176,16 @@ class GroupShard:
         """Mark every row: of a server that cannot know what its predecessor had marked."""
         places = np.arange(len(self.records))
         real = self.rows_of(places) < self.plan.rows
-        row_loops.mark_rows(self.marks, places[real], 0, len(self.records))
+        id_loops.mark_rows(self.marks, places[real], 0, len(self.records))
 
     def mark(self, rows: NDArray[np.int64]) -> None:
         """Mark rows of the group that lie here: those that ``take_marks`` gave and nobody has saved."""
-        row_loops.mark_rows(self.marks, self.placement.place(rows), 0, len(self.records))
+        id_loops.mark_rows(self.marks, self.placement.place(rows), 0, len(self.records))
 
     def take_marks(self) -> NDArray[np.int64]:
         """The rows of the group that changed since the last call, in the order of their records."""
-        places = np.empty(row_loops.count_marked(self.marks) + 64, np.int64)
-        found, _ = row_loops.marked_rows(self.marks, places, True)
+        places = np.empty(id_loops.count_marked(self.marks) + 64, np.int64)
+        found, _ = id_loops.marked_rows(self.marks, places, True)
         return self.rows_of(places[:found])
 
     def _checked(self, places: Places, seen: NDArray[np.uint64]) -> Places:
