@@ -69,7 +69,7 @@ def run(report: Report) -> None:
     else:
         lesson = Lesson()
         measure(
-            report, Size(lesson, seeds=12, random_runs=40, patterns=20_000, rounds=40, max_rows=1_000_000)
+            report, Size(lesson, seeds=24, random_runs=40, patterns=20_000, rounds=40, max_rows=1_000_000)
         )
 
 
