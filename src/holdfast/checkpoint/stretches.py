@@ -181,9 +181,7 @@ def stretches(pieces: Sequence[tuple[OpenFile, Piece]], *, by_file: bool = False
 class Turns:
     """Lets threads write stretches of one rank at the same time, and of a higher rank only after them."""
 
-    def __init__(
-        self, stretches: Iterable[Stretch], on_progress: Callable[[int], None] = lambda loaded: None
-    ) -> None:
+    def __init__(self, stretches: Iterable[Stretch], on_progress: Callable[[int], None]) -> None:
         self._on_progress = on_progress
         self.stretches = sorted(stretches, key=lambda stretch: stretch.rank)
         self.loaded = 0

@@ -50,7 +50,7 @@ class Lesson:
         zipf_exponent: how skewed lookups are. On a hundredth of Kaggle's rows 1.12 leaves the most frequent
             eighth of a table the same share of its lookups, 91 %, as 1.05 on all of them.
         noise: of the teacher (see ``Synthetic``). With 1.4 training without failures ends near the AUC of
-            CPR's model on Kaggle's data, 0.803; with 1 it would be 0.86.
+            CPR's model on Kaggle's data, 0.803.
         dim: weights of a row; 16 are the 64 bytes of CPR's Kaggle model.
         hidden: width of the network's layers.
         seed: another one is another teacher, other samples and another start.
