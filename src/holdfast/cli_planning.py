@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from holdfast.options import PRIORITIZED_FRACTION
 from holdfast.policy.protections import KINDS
 
 _MODEL, _CLUSTER, _SPEEDS, _WISHES = "The model", "The cluster", "Speeds", "Wishes"
@@ -228,7 +229,7 @@ def emulate(
     target_pls: Annotated[float, _option("Portion of lost samples that cpr aims at.", _WISHES)] = 0.1,
     fraction: Annotated[
         float, _option("Of the rows, that prioritised saving saves at a time.", _WISHES)
-    ] = 0.125,
+    ] = PRIORITIZED_FRACTION,
     shape: Annotated[
         str, _option("Tables and samples as in Criteo's kaggle or terabyte,", _TRAINING)
     ] = "kaggle",

@@ -20,7 +20,8 @@ def test_every_figure_of_a_small_run() -> None:
     measure(report, Size(TINY, seeds=2, random_runs=4, patterns=2000, rounds=1, max_rows=2000), processes=1)
     assert set(report.figures) == {
         "overhead.full.percent", "overhead.partial.percent", "overhead.cpr.percent",
-        "auc_loss.vanilla", "auc_loss.mfu", "auc_loss.ssu", "auc_loss.scar",
+        "overhead.cpr-mfu.percent", "auc_loss.vanilla", "auc_loss.mfu", "auc_loss.ssu", "auc_loss.scar",
+        "auc_loss.mfu.eighth", "auc_loss.ssu.eighth",
         "pls_correlation", "access_change_correlation",
         "tracking.mfu.percent", "tracking.ssu.percent", "memory.mfu.percent", "memory.ssu.percent",
     }  # fmt: skip

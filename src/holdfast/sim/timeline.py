@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 from holdfast.errors import ConfigError
-from holdfast.options import PriorityName
+from holdfast.options import PRIORITIZED_FRACTION, PriorityName
 from holdfast.policy.interval import optimal_interval
 from holdfast.policy.pls import add_failure, decide_recovery
 from holdfast.sim.traces import Failure
@@ -51,7 +51,7 @@ class EmulatedCluster:
     load_hours: float = 0.04
     reschedule_hours: float = 0.044
     target_pls: float = 0.1
-    fraction: float = 0.125
+    fraction: float = PRIORITIZED_FRACTION
     share: float = 0.996
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from holdfast.options import Policy, PriorityName
+from holdfast.options import PRIORITIZED_FRACTION, Policy, PriorityName
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -33,7 +33,7 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quantize_state: Literal[8, 16] | None = None
     background_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
     prioritize: PriorityName | None = None
-    fraction: Annotated[float, Meta(gt=0, le=1)] = 0.125
+    fraction: Annotated[float, Meta(gt=0, le=1)] = PRIORITIZED_FRACTION
 
     @property
     def policy(self) -> Policy:
