@@ -23,8 +23,9 @@ from holdfast.sim.traces import Failure
 
 PAPER = EmulatedCluster()
 SHORT = EmulatedCluster(
-    hours=10.0, failures=1, servers=4, save_hours=0.1, load_hours=0.2, reschedule_hours=0.3, share=1.0
-)
+    hours=10.0, failures=1, servers=4, save_hours=0.1, load_hours=0.2, reschedule_hours=0.3, share=1.0,
+    fraction=0.125,
+)  # fmt: skip
 
 
 def test_events_in_order() -> None:
