@@ -168,8 +168,8 @@ Bits = Literal[2, 3, 4, 8, "auto"] | AutoBits | None
 PriorityName = Literal["mfu", "ssu", "scar"]
 PRIORITIES: tuple[PriorityName, ...] = ("mfu", "ssu", "scar")
 PRIORITIZED_FRACTION = 1 / 16
-"""CPR saves an eighth at a time. Half of that twice as often are the same bytes, and what is saved of a row that
-matters is half as old; ``bench partial`` has both."""
+"""CPR saves an eighth at a time. Half of that twice as often are the same bytes, and what is saved of a row
+that matters is half as old; ``bench partial`` has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,8 @@ class Policy:
             that changed most. ``step()`` then saves a ``fraction`` of the rows of the largest tables after
             that fraction of the time. **Rows of such a version are of different ages**: each is as it was
             when it was last saved. A version that ``save()`` makes is whole.
-        fraction: of the rows that are saved at a time by ``prioritize``. The smaller, the younger what is saved
-            of the rows that matter, for the same bytes; the other tables are saved whole each time.
+        fraction: of the rows that are saved at a time by ``prioritize``. The smaller, the younger what is
+            saved of the rows that matter, for the same bytes; the other tables are saved whole each time.
     """
 
     every_steps: int | None = None
