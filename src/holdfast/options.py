@@ -276,7 +276,8 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
         rings: whether servers form rings of k + r that share nothing, so that failures of more than r
             servers are survived unless they fall into one ring.
         chunk_rows: rows that are recovered at a time behind the training's back; None: 1 MB of them.
-        recovery_share: how much of the time that may take: 1 is as fast as it can.
+        recovery_share: how much of the time that may take: 1 is as fast as it can. None: that, if servers
+            have processors of their own; 0.2 where recovery takes from workers what it uses.
         scrub_seconds: how long it is to take to check all parities while training runs, over and over; 0:
             they are not checked.
         beyond: what goes back to the last checkpoint if more than r servers die: the whole "job", or only
@@ -289,7 +290,7 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
     dense: Literal["replicate", "workers", "none"] = "replicate"
     rings: bool = False
     chunk_rows: int | None = None
-    recovery_share: float = 0.2
+    recovery_share: float | None = None
     scrub_seconds: float = 0.0
     beyond: Literal["job", "rows"] = "job"
 
@@ -312,7 +313,7 @@ class Replication(Struct, frozen=True, tag_field="kind", tag="replication", forb
     atomic: bool = True
     rings: bool = False
     chunk_rows: int | None = None
-    recovery_share: float = 0.2
+    recovery_share: float | None = None
     scrub_seconds: float = 0.0
     beyond: Literal["job", "rows"] = "job"
 
@@ -406,7 +407,7 @@ def _check_recovery(options: ErasureCode | Replication) -> None:
     if options.chunk_rows is not None:
         _at_least("chunk_rows", options.chunk_rows, 1)
     _at_least("scrub_seconds", options.scrub_seconds, 0)
-    if not 0 < options.recovery_share <= 1:
+    if options.recovery_share is not None and not 0 < options.recovery_share <= 1:
         raise ConfigError(f"recovery_share is {options.recovery_share}: expected more than 0, up to 1")
     if options.beyond not in ("job", "rows"):
         raise ConfigError(f"beyond is {options.beyond!r}: expected 'job' or 'rows'")

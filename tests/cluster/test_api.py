@@ -116,6 +116,29 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
         hf.Job(**{"model": network(), "data": reader(), **arguments})
 
 
+def test_processors_of_servers() -> None:
+    here = sorted(os.sched_getaffinity(0))
+    for wanted in (here, [here[-1] + 1]):  # none would be left for workers; there is no such processor
+        job = hf.Job(network(), reader(), server_processors=wanted)
+        with pytest.raises(ConfigError, match=r"job\.server_processors is \[.*\]: expected some of"):
+            plan_job(job.config)
+    code = hf.ErasureCode(2, 1)
+    together = plan_job(hf.Job(network(), reader(), protection=code).config)
+    assert (together.server_processors, together.lanes.share) == ((), 0.2)
+    if len(here) > 1:
+        # Recovery takes nothing from workers then: it is as fast as it can be, unless one says otherwise.
+        apart = hf.Job(network(), reader(), protection=code, server_processors=here[:1])
+        assert plan_job(apart.config).server_processors == (here[0],)
+        assert plan_job(apart.config).lanes.share == 1
+        slow = hf.Job(
+            network(),
+            reader(),
+            protection=hf.ErasureCode(2, 1, recovery_share=0.1),
+            server_processors=here[:1],
+        )
+        assert plan_job(slow.config).lanes.share == 0.1
+
+
 def test_a_configuration_without_servers_is_no_job() -> None:
     with pytest.raises(ConfigError, match=r"job\.servers is 0"):
         hf.Job.from_config(load())

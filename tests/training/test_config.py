@@ -116,6 +116,11 @@ def test_the_demonstration() -> None:
         ("job={servers: 2, kill: [server:2@step:3]}", "the job has 2 servers, expected one of 0 to 1"),
         ("job={servers: 2, kill: [worker 2]}", "kill 'worker 2': expected ROLE:SLOT@step:N"),
         ("job.protection=2+1", r"job\.protection is set but job\.servers is 0"),
+        ("job.server_processors=[0]", r"job\.server_processors is set but job\.servers is 0"),
+        (
+            "job={servers: 2, server_processors: [-1]}",
+            r"job\.server_processors\[0\]: expected `int` >= 0",
+        ),
         ("job={servers: 4, protection: 4+1}", r"job\.servers is 4, but a code of 4 \+ 1 needs 5 servers"),
         ("job={servers: 4, protection: 2+4}", r"r is 4: expected 1 to 3 parities"),
         ("job={servers: 4, protection: twice}", r"protection 'twice': expected K\+R, such as 2\+1"),

@@ -42,7 +42,7 @@ class FullCheckpoint:
     pause_seconds: float
     """To write it while workers wait; the median."""
     restore_seconds: float
-    """To read it, if all cores do."""
+    """To read it, if all cores that servers have do."""
 
 
 def full_checkpoint(config: Config, rounds: int) -> FullCheckpoint:
@@ -71,7 +71,7 @@ def _pause(job: LiveJob) -> float:
 
 
 def _restore(plan: JobPlan) -> float:
-    """As each server reads its rows when a job goes on, one after the other, shared out over the cores."""
+    """As each server reads its rows when a job goes on, one after the other, shared out over their cores."""
     assert plan.resume is not None
     seconds = 0.0
     with open_saving(plan) as store:
@@ -81,4 +81,4 @@ def _restore(plan: JobPlan) -> float:
                 for group, placement in zip(plan.groups, plan.placements, strict=True)
             ]
             seconds += stopwatch(functools.partial(restore_rows, plan, shards, store, plan.resume.version))
-    return seconds / min(plan.servers, os.cpu_count() or 1)
+    return seconds / min(plan.servers, len(plan.server_processors) or os.cpu_count() or 1)

@@ -8,10 +8,15 @@ are counted in batches that workers have begun, each of which they write down th
 
 Checkpoints are compared as the papers do (ECRM §4.2, ECRec §5.3): on average, half an interval of work is
 done again after the last one was read.
+
+All of it twice: with servers and workers on the same processors, and *apart*, servers on one and workers on
+the others, as the papers' are on machines of their own. Where they share them, recovery is throttled, and
+what it takes, training lacks; apart it is as fast as it can be.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 import time
@@ -37,7 +42,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.models.factory import build
 from holdfast.models.presets import PRESETS
-from holdfast.options import ErasureCode, Kill
+from holdfast.options import ErasureCode, Kill, NoProtection
 from holdfast.training.config import Config, OwnModelConfig
 
 CHUNKS = {"512": 512, "usual": None, "all": 1 << 31}
@@ -61,6 +66,13 @@ class Scale:
     """Pairs of jobs that are compared to the bit: k, and how many servers die in one of them."""
     chunks: tuple[str, ...]
     chunk_k: int
+    processors: tuple[int, ...] = ()
+    """That servers have for themselves."""
+
+    @property
+    def prefix(self) -> str:
+        """Of the figures' names."""
+        return "recovery.apart" if self.processors else "recovery"
 
 
 FULL = Scale(
@@ -99,17 +111,28 @@ def measure(report: Report, scale: Scale) -> None:
         kills=scale.kills, preset="kaggle", optimizer="adagrad",
     )  # fmt: skip
     _exact(report, scale)
+    _compare(report, scale)
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) > 1:
+        _compare(
+            report, dataclasses.replace(scale, max_rows=scale.max_rows[-1:], processors=(processors[0],))
+        )
+    _chunks(report, scale)
+
+
+def _compare(report: Report, scale: Scale) -> None:
     full_seconds = _online(report, scale)
     report.save()
     _checkpoints(report, scale, full_seconds)
     report.save()
-    _chunks(report, scale)
 
 
 def _config(scale: Scale, max_rows: int, k: int, **code: Any) -> Config:
     config = preset_config("kaggle", max_rows)
-    protection = ErasureCode(k, 1, **code)
-    return with_servers(config, scale.servers or k + 1, workers=scale.workers, protection=protection)
+    return with_servers(
+        config, scale.servers or k + 1, workers=scale.workers, protection=ErasureCode(k, 1, **code),
+        server_processors=scale.processors,
+    )  # fmt: skip
 
 
 # To the bit
@@ -234,6 +257,7 @@ def _is_whole(status: Status, slot: int, since: float) -> bool:
 def _online(report: Report, scale: Scale) -> dict[int, float]:
     """Sizes and k; the seconds of a full recovery by k, of the largest tables."""
     slowest: dict[int, float] = {}
+    prefix = scale.prefix
     resume: list[float] = []
     drop: list[float] = []
     for k in scale.ks:
@@ -242,18 +266,18 @@ def _online(report: Report, scale: Scale) -> dict[int, float]:
                 deaths = [victims.death(scale.seconds) for _ in range(scale.kills)]
                 held = _server_bytes(victims.job.plan, 0)
             full = Spread.of([death.full_seconds for death in deaths])
-            report.raw[f"recovery.k{k}.rows{max_rows}"] = deaths
+            report.raw[f"{prefix}.k{k}.rows{max_rows}"] = deaths
             note = f"rows and parities of a server with {held / 1e6:.0f} MB of rows"
-            report.figure(f"recovery.k{k}.rows{max_rows}.full_seconds", full, note)
+            report.figure(f"{prefix}.k{k}.rows{max_rows}.full_seconds", full, note)
             resume += [death.resume_seconds for death in deaths]
         slowest[k] = full.median
-        report.figure(f"recovery.k{k}.full_seconds", full, "of the largest tables")
+        report.figure(f"{prefix}.k{k}.full_seconds", full, "of the largest tables")
         rows = Spread.of([death.rows_seconds for death in deaths])
-        report.figure(f"recovery.k{k}.rows_seconds", rows, "until all rows are back")
+        report.figure(f"{prefix}.k{k}.rows_seconds", rows, "until all rows are back")
         drop += [(1 - death.meanwhile / death.before) * 100 for death in deaths]
-    report.figure("recovery.resume_seconds", Spread.of(resume), "from the kill until all workers go on")
-    report.figure("recovery.resume_seconds.worst", max(resume), f"of {len(resume)}")
-    report.figure("recovery.drop_percent", Spread.of(drop), "of the speed, from then until all is back")
+    report.figure(f"{prefix}.resume_seconds", Spread.of(resume), "from the kill until all workers go on")
+    report.figure(f"{prefix}.resume_seconds.worst", max(resume), f"of {len(resume)}")
+    report.figure(f"{prefix}.drop_percent", Spread.of(drop), "of the speed, from then until all is back")
     return slowest
 
 
@@ -270,20 +294,20 @@ def _server_bytes(plan: JobPlan, slot: int) -> int:
 
 
 def _checkpoints(report: Report, scale: Scale, full_seconds: dict[int, float]) -> None:
-    config = preset_config("kaggle", scale.max_rows[-1])
-    found = full_checkpoint(
-        with_servers(config, scale.servers or 2, workers=scale.workers), 1 if report.quick else 3
-    )
-    report.figure("recovery.checkpoint.pause_seconds", found.pause_seconds, "to write all, training stopped")
-    report.figure("recovery.checkpoint.restore_seconds", found.restore_seconds, "to read it on all cores")
+    config = _config(scale, scale.max_rows[-1], 2)
+    unprotected = replace(config, job=replace(config.job, protection=NoProtection()))
+    found = full_checkpoint(unprotected, 1 if report.quick else 3)
+    prefix = scale.prefix
+    report.figure(f"{prefix}.checkpoint.pause_seconds", found.pause_seconds, "to write all, training stopped")
+    report.figure(f"{prefix}.checkpoint.restore_seconds", found.restore_seconds, "to read it on all cores")
     for minutes in (30, 60):
         average = interval_seconds(found.pause_seconds, minutes) / 2 + found.restore_seconds
-        report.figure(f"recovery.checkpoint{minutes}.average_seconds", average, "half an interval again")
+        report.figure(f"{prefix}.checkpoint{minutes}.average_seconds", average, "half an interval again")
         for k in scale.ks:
-            name = f"recovery.k{k}.checkpoint{minutes}_average_over_ec"
+            name = f"{prefix}.k{k}.checkpoint{minutes}_average_over_ec"
             report.figure(name, average / full_seconds[k])
-    best = report.figures["recovery.k2.checkpoint60_average_over_ec"]
-    report.figure("recovery.checkpoint_average_over_ec", best, "as the papers' 9.8: k = 2, 60 minutes")
+    best = report.figures[f"{prefix}.k2.checkpoint60_average_over_ec"]
+    report.figure(f"{prefix}.checkpoint_average_over_ec", best, "as the papers' 9.8: k = 2, 60 minutes")
 
 
 # How fast it could be

@@ -71,6 +71,9 @@ class Job:
         protection: what keeps the job going when servers die: ``ErasureCode``, ``Replication``, or nothing.
         staleness: how many of its own batches a worker's rows may lack: 1 lets it pull rows while it
             computes, 0 is synchronous.
+        server_processors: numbers of processors that servers have for themselves, as if they were on other
+            machines than workers: what they do, recovering among it, takes no processor from workers. By
+            default all processes share all processors.
         run: the run's folder; by default a new one under ``runs/``.
         engine: where processes run: "local", on this machine.
         bind: the address that processes listen on; any but loopback needs keys.
@@ -98,6 +101,7 @@ class Job:
         seed: int = 0,
         protection: Protection = NoProtection(),  # noqa: B008 (frozen)
         staleness: int = 1,
+        server_processors: Sequence[int] = (),
         run: str | os.PathLike[str] | None = None,
         engine: Literal["local"] = "local",
         bind: str = "tcp://127.0.0.1",
@@ -111,7 +115,7 @@ class Job:
         job = {
             "servers": servers, "workers": workers, "protection": msgspec.to_builtins(protection),
             "staleness": staleness, "bind": bind, "keys": None if keys is None else os.fspath(keys),
-            "kill": [str(one) for one in kill],
+            "kill": [str(one) for one in kill], "server_processors": list(server_processors),
         }  # fmt: skip
         self.config = _checked(
             load(

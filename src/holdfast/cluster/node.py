@@ -149,11 +149,21 @@ def _be_a_node(role: str, module: ModuleType, launcher: int) -> NoReturn:
             assignment = msgspec.json.decode(line, type=Assignment)
             if assignment.me.role != role:
                 raise ConfigError(f"a {role} process was told to be {assignment.me}: start one of that role")
+            _stay_on_processors(assignment)
             module.run(assignment)
         code = 0
     except BaseException:
         traceback.print_exc()
     _end(code)
+
+
+def _stay_on_processors(assignment: Assignment) -> None:
+    """Before there are threads: they inherit it."""
+    servers = set(assignment.plan.server_processors)
+    if servers and assignment.me.role == "server":
+        os.sched_setaffinity(0, servers)
+    elif servers and assignment.me.role == "worker":
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - servers)
 
 
 def _call(module: ModuleType, name: str) -> None:

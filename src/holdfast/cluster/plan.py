@@ -46,7 +46,8 @@ class LaneOptions(Struct, frozen=True, kw_only=True):
     chunk_rows: int | None = None
     """Rows that are recovered at a time behind the training's back; None: see ``chunk``."""
     share: float = 0.2
-    """How much of the time the recovery behind its back may take; 1: as fast as it can."""
+    """How much of the time the recovery behind its back may take; 1: as fast as it can. With a fifth,
+    training keeps nine tenths of its speed though recovery takes the processors from workers."""
     scrub_seconds: float = 0.0
     """How long checking all stripes is to take, over and over; 0: they are not checked."""
 
@@ -117,6 +118,8 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
     partial: Literal["", "partial", "full"] = ""
     """What becomes of the tables' rows if nothing protects them in memory: "partial" puts a dead server's
     back to what was last saved, "full" those of all servers; otherwise the job ends."""
+    server_processors: tuple[int, ...] = ()
+    """Processors that servers have for themselves, and workers have not; none: all share all."""
     beyond: Literal["job", "rows"] = "job"
     """What goes back to what was last saved if more servers die than a code covers: everything, or only rows
     that are lost."""

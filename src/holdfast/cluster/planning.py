@@ -55,6 +55,7 @@ def plan_job(
         groups=groups,
         servers=job.servers,
         workers=job.workers,
+        server_processors=_processors(job.server_processors),
         atomic=job.protection.atomic,
         staleness=job.staleness,
         timing=timing or Timing(silent_seconds=job.silent_seconds),
@@ -63,6 +64,17 @@ def plan_job(
         training=msgspec.to_builtins(config),
     )
     return plan if saving is None else msgspec.structs.replace(plan, resume=find_resume(plan))
+
+
+def _processors(wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that servers are to have, if this machine has them and more."""
+    here = os.sched_getaffinity(0)
+    if wanted and not set(wanted) < here:
+        raise ConfigError(
+            f"job.server_processors is {sorted(set(wanted))}: expected some of {sorted(here)}, which this "
+            "process may use, and at least one left for workers"
+        )
+    return tuple(sorted(set(wanted)))
 
 
 def _protection(config: Config, lanes: LaneOptions | None) -> tuple[dict[str, Any], CheckpointConfig | None]:
@@ -75,9 +87,8 @@ def _protection(config: Config, lanes: LaneOptions | None) -> tuple[dict[str, An
                 "job.protection.beyond is rows, but there is no checkpoint that they could go back to: set "
                 "checkpoint.path"
             )
-        usual = LaneOptions(
-            chunk_rows=code.chunk_rows, share=code.recovery_share, scrub_seconds=code.scrub_seconds
-        )
+        share = code.recovery_share or (1.0 if job.server_processors else LaneOptions().share)
+        usual = LaneOptions(chunk_rows=code.chunk_rows, share=share, scrub_seconds=code.scrub_seconds)
         return {
             "k": code.k,
             "r": code.r,

@@ -152,6 +152,9 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     """Processes to kill on the way, to see what happens: "server:2@step:300"."""
     silent_seconds: Annotated[float, Meta(ge=0.5)] = 10.0
     """A process that has given no sign of life for so long is taken for dead."""
+    server_processors: tuple[NotNegative, ...] = ()
+    """Processors of this machine that servers have for themselves; workers have the others. None: all share
+    all."""
     compare_recovered: bool = False
     """Whether rows that were recovered are compared with what the dead server's memory held: servers keep
     their rows in files of the run's folder then, as long as the job runs."""
@@ -170,6 +173,11 @@ class JobConfig(_Section, frozen=True, kw_only=True):
             )
         for kill in self.kills:
             kill.check(self.servers, self.workers)
+        if self.server_processors and not self.servers:
+            raise ConfigError(
+                "job.server_processors is set but job.servers is 0: set job.servers (--servers) to train in "
+                "several processes"
+            )
         code = self.code
         if isinstance(self.protection, PartialRecovery) and self.servers == 1:
             raise ConfigError(

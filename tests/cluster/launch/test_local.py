@@ -29,8 +29,11 @@ PATHS = os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH"
 SERVER = Peer("server", 2, 1)
 
 
-def assignment(me: Peer = SERVER, **training: Any) -> Assignment:
-    plan = JobPlan(job="job", seed=1, groups=(), servers=3, workers=1, training=training)
+def assignment(me: Peer = SERVER, *, server_processors: tuple[int, ...] = (), **training: Any) -> Assignment:
+    plan = JobPlan(
+        job="job", seed=1, groups=(), servers=3, workers=1, server_processors=server_processors,
+        training=training,
+    )  # fmt: skip
     return Assignment(me=me, plan=plan, supervisor="", folder="")
 
 
@@ -94,6 +97,18 @@ def test_a_warm_process_is_the_one_that_is_used(launcher: LocalLauncher, tmp_pat
     launcher.close()
     assert not is_alive(worker)
     assert not is_alive(first)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor cannot be shared out")
+def test_servers_have_processors_that_workers_have_not(launcher: LocalLauncher) -> None:
+    first, *others = sorted(os.sched_getaffinity(0))
+    worker, supervisor = Peer("worker", 0, 1), Peer("supervisor")
+    for me in (SERVER, worker, supervisor):
+        launcher.start(assignment(me, server_processors=(first,), sleep=60))
+    pids = launcher.pids()
+    until(lambda: os.sched_getaffinity(pids[SERVER]) == {first})
+    until(lambda: os.sched_getaffinity(pids[worker]) == set(others))
+    assert os.sched_getaffinity(pids[supervisor]) == {first, *others}
 
 
 def test_how_processes_end(launcher: LocalLauncher, tmp_path: Path) -> None:
