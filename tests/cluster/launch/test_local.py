@@ -104,7 +104,7 @@ def test_servers_have_processors_that_workers_have_not(launcher: LocalLauncher) 
     first, *others = sorted(os.sched_getaffinity(0))
     worker, supervisor = Peer("worker", 0, 1), Peer("supervisor")
     for me in (SERVER, worker, supervisor):
-        launcher.start(assignment(me, server_processors=(first,), sleep=60))
+        launcher.start(assignment(me, (first,), sleep=60))
     pids = launcher.pids()
     until(lambda: os.sched_getaffinity(pids[SERVER]) == {first})
     until(lambda: os.sched_getaffinity(pids[worker]) == set(others))
