@@ -29,7 +29,7 @@ PATHS = os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH"
 SERVER = Peer("server", 2, 1)
 
 
-def assignment(me: Peer = SERVER, *, server_processors: tuple[int, ...] = (), **training: Any) -> Assignment:
+def assignment(me: Peer = SERVER, server_processors: tuple[int, ...] = (), /, **training: Any) -> Assignment:
     plan = JobPlan(
         job="job", seed=1, groups=(), servers=3, workers=1, server_processors=server_processors,
         training=training,
