@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -46,3 +47,9 @@ def test_every_claimed_figure() -> None:
 
 def test_the_bench_is_listed() -> None:
     assert "recovery" in BENCHES
+
+
+def test_batches_in_part() -> None:
+    begun = np.array([1.0, 2.0, 4.0, 5.0])
+    assert recovery.batches_between(begun, 1.0, 4.0) == 2
+    assert recovery.batches_between(begun, 1.5, 3.0) == pytest.approx(0.5 + 0.5)

@@ -4,7 +4,7 @@ Three times are measured from the kill on. Training *resumes* when every worker 
 replacement took over: it does that only when all servers, the new one included, have applied its last. Then
 the replacement brings back the rows it lacks, those that somebody waits for at once and all others behind
 the training's back; the recovery is *full* when rows and parities are all there. Speeds before and meanwhile
-are counted in batches that workers have begun, each of which they write down the time of.
+are of batches, when each of which began workers write down.
 
 Checkpoints are compared as the papers do (ECRM §4.2, ECRec §5.3): on average, half an interval of work is
 done again after the last one was read.
@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from torch import nn
 
 from holdfast.bench.harness import Report, Spread
@@ -242,11 +243,17 @@ class Victims:
         resumed = max(float(times[times > started.at][0]) for times in begun)
 
         def speed(first: float, last: float) -> float:
-            return sum(int(((times > first) & (times <= last)).sum()) for times in begun) / (last - first)
+            return sum(batches_between(times, first, last) for times in begun) / (last - first)
 
         first = min(float(times[times > since][0]) for times in begun)
         before_speed, meanwhile = speed(first, killed), speed(resumed, max(full, resumed + 0.1))
         return Death(resumed - killed, recovered.at - killed, full - killed, before_speed, meanwhile)
+
+
+def batches_between(begun: NDArray[np.float64], first: float, last: float) -> float:
+    """How many batches that began at these times a worker did; of one under way, the part that is done."""
+    done = np.interp([first, last], begun, np.arange(len(begun)))
+    return float(done[1] - done[0])
 
 
 def _is_whole(status: Status, slot: int, since: float) -> bool:
