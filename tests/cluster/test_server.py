@@ -139,7 +139,7 @@ def test_a_pull_that_overtakes_a_commit_waits_for_it() -> None:
     assert np.array_equal(pulled, preview)
     assert [message for message, _ in answers(Commit(1))] == [pushed]
     assert answers(Pull(9, parts, after=2), PLACES) == []
-    assert server._ahead
+    assert server._waiting._for_push
     replaced = View(ViewNumber(2), "running", servers, (WorkerInView(0, 2, starts=True, sequence=1),))
     server.receive(Envelope(Peer("supervisor"), server.me, replaced), 0.0)
-    assert not server._ahead, "nobody waits any more"
+    assert not server._waiting._for_push, "nobody waits any more"

@@ -9,7 +9,8 @@ the strategy is, and is left out, except where tracking is compared with it.
 Bytes and counts are exact and the same on every machine. Times are ratios of what ran side by side. Restores
 are compared with the differential ones from the same baseline as a user has them, and without the baseline,
 which all strategies read alike; so are they with the floor, the least that any restore must do; with
-incremental only without it.
+incremental only without it. All files are in the page cache then, as when a training that goes on steps back.
+*Cold* restores find none of them there, as after a restart of the machine: they come from the disk.
 """
 
 from __future__ import annotations
@@ -286,82 +287,103 @@ def _read_over_live(trace: Trace, one: StrategyRun) -> tuple[list[float], list[i
     return over, files
 
 
-def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds: int) -> None:
-    """Times of restores into the same live tables; the stores' files are in the page cache.
+class _Restores:
+    """Restores of some strategies into the same live tables.
 
-    And free memory is this machine's, see ``_settle_memory``.
+    Free memory is this machine's, see ``_settle_memory``.
     """
-    fields = _fields(runs["chunked"])
-    samples = _sampled(trace.versions)
 
-    def restore(name: str, checkpoint: int, *, baseline: bool) -> float:
-        with runs[name].open(checkpoint) as reader:
-            loader = RowLoader(reader.groups, fields.__getitem__)
+    def __init__(self, runs: dict[str, StrategyRun], rounds: int) -> None:
+        self.fields = _fields(runs["chunked"])
+        self._runs = runs
+        self._rounds = rounds
+
+    def seconds(self, name: str, checkpoint: int, *, baseline: bool, cold: bool = False) -> float:
+        """Of one."""
+        one = self._runs[name]
+        with one.open(checkpoint) as reader:
+            loader = RowLoader(reader.groups, self.fields.__getitem__)
             _settle_memory(reader.total_bytes())
+            for file in reader.files if cold else ():
+                _forget(one.folder / file.entry.name)
             return stopwatch(lambda: reader.read_rows(loader, baseline=baseline))
 
-    def all_samples(names: Sequence[str], *, baseline: bool) -> dict[str, list[float]]:
-        """By round, sums over all samples. At each, strategies take turns: what disturbs disturbs all."""
-        for name in names:  # files come to the page cache
-            restore(name, samples[-1], baseline=baseline)
-        by_sample = [
-            interleave({n: lambda n=n, s=s: restore(n, s, baseline=baseline) for n in names}, rounds)  # type: ignore[misc]
-            for s in samples
-        ]
-        return {n: [sum(times) for times in zip(*(one[n] for one in by_sample), strict=True)] for n in names}
+    def side(self, name: str, checkpoint: int, *, baseline: bool, cold: bool = False) -> Callable[[], float]:
+        """The same, to be interleaved with others."""
+        return lambda: self.seconds(name, checkpoint, baseline=baseline, cold=cold)
 
+    def at_all(
+        self, checkpoints: Sequence[int], names: Sequence[str], *, baseline: bool, cold: bool = False
+    ) -> dict[str, list[float]]:
+        """By round, sums over all checkpoints. At each, strategies take turns: what disturbs disturbs all."""
+        for name in names:  # files come to the page cache
+            self.seconds(name, checkpoints[-1], baseline=baseline)
+        by_checkpoint = [
+            interleave(
+                {name: self.side(name, c, baseline=baseline, cold=cold) for name in names},
+                (self._rounds + 2) // 3 if cold else self._rounds,
+            )
+            for c in checkpoints
+        ]
+        return {n: [sum(times) for times in zip(*(c[n] for c in by_checkpoint), strict=True)] for n in names}
+
+
+def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds: int) -> None:
+    restores = _Restores(runs, rounds)
+    samples, last = _sampled(trace.versions), trace.versions - 1
     names = ("differential", "chunked", "two_d", "incremental")
-    means = all_samples(names, baseline=False)
-    whole = all_samples(names[:2], baseline=True)
-    last = trace.versions - 1
-    sides = {n: lambda n=n: restore(n, last, baseline=False) for n in names}
+    means = restores.at_all(samples, names, baseline=False)
+    whole = restores.at_all(samples, names[:2], baseline=True)
+    cold = restores.at_all(samples, names[:2], baseline=True, cold=True)
     touched = [
         np.unique(np.concatenate(ids)) for ids in zip(*map(trace.touched, range(last + 1)), strict=True)
     ]
-    at_last = interleave({**sides, "floor": _Floor(trace, fields, touched)}, rounds)
+    sides = {name: restores.side(name, last, baseline=False) for name in names}
+    at_last = interleave({**sides, "floor": _Floor(trace, restores.fields, touched)}, rounds)
     everything = [np.arange(rows) for rows in trace.rows]
     both: dict[str, Callable[[], float]] = {
-        "chunked": lambda: restore("chunked", last, baseline=True),
-        "floor": _Floor(trace, fields, everything),
+        "chunked": restores.side("chunked", last, baseline=True),
+        "floor": _Floor(trace, restores.fields, everything),
     }
     whole_last = interleave(both, rounds)
     report.raw.update(
-        {"restore.samples": means, "restore.whole": whole, "restore.last": at_last}
+        {"restore.samples": means, "restore.whole": whole, "restore.cold": cold, "restore.last": at_last}
         | {"restore.whole_last": whole_last}
     )
-    report.figure(
-        "chunked.restore_over_differential",
-        ratio(whole["chunked"], whole["differential"]),
+
+    def compare(name: str, one: list[float], other: list[float], note: str = "") -> None:
+        report.figure(name, ratio(one, other), note)
+
+    compare(
+        "chunked.restore_over_differential", whole["chunked"], whole["differential"],
         "from the same baseline, mean of 10 versions",
-    )
-    report.figure(
-        "chunked.restore_over_differential.beyond_baseline",
-        ratio(means["chunked"], means["differential"]),
-        "without reading it",
-    )
-    report.figure(
-        "incremental.restore_over_chunked", ratio(at_last["incremental"], at_last["chunked"]), "last version"
-    )
-    report.figure(
-        "two_d.restore_over_differential.beyond_baseline", ratio(means["two_d"], means["differential"])
-    )
-    report.figure(
-        "incremental.restore_over_two_d", ratio(at_last["incremental"], at_last["two_d"]), "last version"
-    )
-    report.figure(
-        "floor.restore_over_chunked",
-        ratio(whole_last["floor"], whole_last["chunked"]),
+    )  # fmt: skip
+    compare(
+        "chunked.restore_over_differential.cold", cold["chunked"], cold["differential"],
+        "the same with no file in the page cache",
+    )  # fmt: skip
+    for name in ("chunked", "two_d"):
+        figure = f"{name}.restore_over_differential.beyond_baseline"
+        compare(figure, means[name], means["differential"], "without reading it")
+        compare(f"incremental.restore_over_{name}", at_last["incremental"], at_last[name], "last version")
+    compare(
+        "floor.restore_over_chunked", whole_last["floor"], whole_last["chunked"],
         "every row of the last version read once and written once / chunked",
-    )
-    report.figure(
-        "floor.restore_over_chunked.beyond_baseline",
-        ratio(at_last["floor"], at_last["chunked"]),
+    )  # fmt: skip
+    compare(
+        "floor.restore_over_chunked.beyond_baseline", at_last["floor"], at_last["chunked"],
         "the same without the baseline's rows",
-    )
+    )  # fmt: skip
     live = trace.live[-1] * RECORD_BYTES
     report.figure(
         "chunked.restore_megabytes_per_second", Spread.of([live / s / 1e6 for s in at_last["chunked"]])
     )
+
+
+def _forget(path: Path) -> None:
+    """Take a file out of the page cache; it has been synced."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _settle_memory(bytes_read: int) -> None:

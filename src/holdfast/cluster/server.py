@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -33,7 +33,6 @@ from holdfast.cluster.messages import (
     Redundancy,
     Refused,
     Rows,
-    Saved,
     ServerInView,
     Syndromes,
     Taken,
@@ -45,40 +44,17 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
 from holdfast.cluster.rebuilding import Rebuilding
 from holdfast.cluster.recovery import Recovery
+from holdfast.cluster.saver import Saver
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.cluster.transport.zmq import Counters
+from holdfast.cluster.waiting import Waiting
 from holdfast.cluster.witness import Witness
 from holdfast.tables.shard import GroupShard
 
 Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
 """A group, places of its rows, and their gradients."""
 _NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
-_MOST_AHEAD = 8
-_MOST_EARLY = 256
-"""Messages that are kept for a server's start; whoever gets no answer asks again."""
-
-
-class Saver(Protocol):
-    """Saves a server's rows behind its back (see ``saving.ShardSaver``)."""
-
-    def touched(self, group: int, places: NDArray[np.uint32]) -> None:
-        """A push has updated these rows."""
-
-    def cut(self, version: int, *, baseline: bool, whole: bool) -> None:
-        """Copy what a version holds, all rows, those that changed, or of those the ones to save first.
-
-        They may go on changing then.
-        """
-
-    def settle(self, committed: int, tidied: int) -> None:
-        """The newest version that exists, and the newest behind which files were rearranged."""
-
-    def saved(self) -> int:
-        """The newest version whose files are durable, or could not be written."""
-
-    def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
-        """What the supervisor must know of a version; None: not yet."""
 
 
 class Server:
@@ -148,10 +124,8 @@ class Server:
         self._told: tuple[object, ...] = ()
         self._kept_told = [0] * plan.workers
         self._pushed_at = [0.0] * plan.workers
-        self._waiting: dict[tuple[Peer, str, int], Envelope] = {}
-        self._ahead: dict[Peer, dict[int, Envelope]] = {}
+        self._waiting = Waiting()
         self._changed = False
-        self._early: list[Envelope] = []
         self.protection: Protection | None = None
         self.recovery: Recovery | None = None
         if plan.r:
@@ -191,8 +165,7 @@ class Server:
         if isinstance(envelope.message, View):
             self.beat(now)
             if self.started.epoch:
-                early, self._early = self._early, []
-                for each in early:
+                for each in self._waiting.at_start():
                     self.receive(each, now)
         elif answer is not None and envelope.source.role != "server":
             self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
@@ -288,8 +261,7 @@ class Server:
         if isinstance(message, View):
             self._adopt(message)
         elif not self.started.epoch:
-            if len(self._early) < _MOST_EARLY:  # whoever sent it has heard sooner that this server starts
-                self._early.append(envelope)
+            self._waiting.until_start(envelope)
             return None, ()
         elif isinstance(message, Pull):
             return self._pull(envelope, message)
@@ -337,8 +309,7 @@ class Server:
         if mine is None or mine.incarnation != self.me.incarnation:
             return  # another has taken its place: nothing that it does counts any more
         self._ledger.adopt(view.workers)
-        current = {Peer("worker", worker.slot, worker.incarnation) for worker in view.workers}
-        self._ahead = {source: pulls for source, pulls in self._ahead.items() if source in current}
+        self._waiting.forget_others({Peer("worker", w.slot, w.incarnation) for w in view.workers})
         self._note_changes()
         if mine.starts and not self.started.epoch:
             self._start(mine, view)
@@ -374,26 +345,27 @@ class Server:
             return np.zeros(len(places), np.bool_)
         return self.recovery.lacks(group, places)
 
-    def _waits(self, envelope: Envelope, kind: str, number: int, parts: Sequence[Update]) -> bool:
+    def _waits(
+        self, envelope: Envelope, kind: Literal["pull", "push"], number: int, parts: Sequence[Update]
+    ) -> bool:
         """Whether a message names rows that are still to come: it is dealt with once they are here."""
         recovery = self.recovery
         if recovery is None or not recovery.left:
             return False
-        waits = kind == "push" and any(key[:2] == (envelope.source, kind) for key in self._waiting)
+        waits = kind == "push" and self._waiting.push_waits(envelope.source)
         for group, places, _ in parts:
             self.shards[group].check(places, once=False)
             if recovery.lacks(group, wide := places.astype(np.int64)).any():
                 recovery.want(group, wide, self._now)
                 waits = True
         if waits:
-            self._waiting[envelope.source, kind, number] = envelope
+            self._waiting.until_rows(envelope, kind, number)
         return waits
 
     def _serve_waiting(self) -> None:
         """Rows have come back: whoever waited for them is served."""
-        waiting, self._waiting = self._waiting, {}
-        for key in sorted(waiting, key=lambda key: (key[2], key[1] == "commit")):
-            self.receive(waiting[key], self._now)
+        for envelope in self._waiting.at_rows():
+            self.receive(envelope, self._now)
 
     def _kept(self, worker: int) -> int:
         return self.protection.kept(worker) if self.protection else self._ledger.applied(worker)
@@ -441,8 +413,8 @@ class Server:
 
     def _commit(self, envelope: Envelope, message: Commit) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         source = envelope.source
-        if (source, "push", message.sequence) in self._waiting:
-            self._waiting[source, "commit", message.sequence] = envelope
+        if self._waiting.push_waits(source, message.sequence):
+            self._waiting.until_rows(envelope, "commit", message.sequence)
             return None, ()
         answer = self._with_kept(self._ledger.commit(source, message.sequence), source)
         self._serve_ahead(source)
@@ -455,13 +427,11 @@ class Server:
             return False
         if self._ledger.applied(source.slot) >= message.after:
             return False
-        ahead = self._ahead.setdefault(source, {})
-        if len(ahead) < _MOST_AHEAD:
-            ahead[message.request] = envelope
+        self._waiting.until_push(envelope, message.request)
         return True
 
     def _serve_ahead(self, source: Peer) -> None:
-        for envelope in self._ahead.pop(source, {}).values() if self._ahead else ():
+        for envelope in self._waiting.at_push(source):
             self.receive(envelope, self._now)
 
     def _with_rows(
