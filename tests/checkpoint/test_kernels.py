@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from holdfast.kernels.ids import count_marked, decode_gaps, encode_gaps, gaps_bound, mark_rows, marked_rows
 from holdfast.kernels.rows import (
-    FROM_BEHIND,
-    FROM_FRONT,
+    ALL,
+    HELP,
     UNTIL_HELPED,
     are_lines,
     copy_past_caches,
-    gather_blocks,
     gather_rows,
     scatter_rows,
 )
@@ -215,35 +214,32 @@ def scatter(addresses: Any, firsts: Any, ids: Any, values: list[NDArray[np.uint8
     scatter_rows(addresses, firsts, ids, where, sizes, positions)
 
 
-@pytest.mark.parametrize("word", [np.uint8, np.uint16, np.uint32, np.uint64])
 @pytest.mark.parametrize("tables", [[5], [0, 5], [3, 0, 0, 4, 0], [1, 1, 1], [40, 2, 9000]])
-def test_rows_come_from_their_tables_whoever_copies_them(
-    word: type[np.unsignedinteger], tables: list[int]
-) -> None:
+def test_rows_come_from_their_tables_whoever_copies_them(tables: list[int]) -> None:
     random = np.random.default_rng(len(tables))
     firsts = np.concatenate([[0], np.cumsum(tables)])
-    widths = np.array([1, 8, 19])
-    live = [[random.integers(0, 200, (rows, w)).astype(word) for rows in tables] for w in widths]
+    widths = np.array([1, 8, 19, 64, 137])
+    live = [[random.integers(0, 200, (rows, w), np.uint8) for rows in tables] for w in widths]
     addresses = np.array([[table.ctypes.data for table in field] for field in live], np.int64)
     for share in (0.1, 0.9, 1.0):
         ids = np.flatnonzero(random.random(firsts[-1]) <= share)
         if not len(ids):
             continue
         expected = [np.concatenate(field)[ids] for field in live]
-        blocks = gather_blocks(len(widths), len(ids))  # type: ignore[no-untyped-call]
-        for met in {0, 1, blocks // 2, blocks}:
-            out = [np.full((len(ids) + 1, w), 201, word) for w in widths]
+        blocks = len(widths) * -(-len(ids) // 2048)
+        for taken in {0, 1, blocks // 2, blocks}:
+            out = [np.full((len(ids) + 1, w), 201, np.uint8) for w in widths]
             targets = np.array([o.ctypes.data for o in out], np.int64)
-            shared, helped = np.array([0, blocks]), np.zeros(1, np.int64)
-            rows = (addresses, firsts, ids, targets, widths, np.empty(0, word))
-            shared[1] = met  # as if somebody had taken those behind it
-            gather_rows(*rows, shared, helped, FROM_FRONT)
-            assert (shared[0], helped[0]) == (met, 1)
-            shared[:] = met, blocks
-            gather_rows(*rows, shared, helped, UNTIL_HELPED)  # there is help: nothing to do until it is done
-            assert shared.tolist() == [met, blocks]
-            gather_rows(*rows, shared, helped, FROM_BEHIND)
-            assert shared.tolist() == [met, met]
+            rows = (addresses, firsts, ids, targets, widths)
+            shared = np.array([taken, 0])  # as if somebody had taken those before it
+            gather_rows(*rows, shared, HELP)
+            assert shared.tolist() == [blocks + 1, 1]
+            shared[0] = 0
+            gather_rows(*rows, shared, UNTIL_HELPED)  # there is help: nothing to do until it is done
+            assert shared.tolist() == [0, 1]
+            shared[:] = 0
+            gather_rows(*rows, shared, ALL if taken % 2 else UNTIL_HELPED)
+            assert shared.tolist() == [blocks + 1, 0]
             for mine, theirs in zip(expected, out, strict=True):
                 assert np.array_equal(mine, theirs[:-1])
                 assert (theirs[-1] == 201).all()

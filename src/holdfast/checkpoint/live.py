@@ -6,20 +6,20 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.quantize import RowCodec, from_float32
-from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows, word
+from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows
 from holdfast.errors import ConfigError, CorruptCheckpoint
+from holdfast.kernels import openmp
 from holdfast.kernels.rows import (
-    FROM_BEHIND,
-    FROM_FRONT,
+    ALL,
+    HELP,
     UNTIL_HELPED,
     copy_past_caches,
-    gather_blocks,
+    gather_packed,
     gather_rows,
     scatter_rows,
 )
@@ -58,7 +58,6 @@ class LiveTables:
             np.array([[f[i].ctypes.data for f in tables] for i in range(len(g.fields))], np.int64)
             for g, tables in zip(groups, self._live, strict=True)
         ]
-        self._words = [word(field.live_bytes for field in g.fields) for g in groups]
         for group, tables in zip(groups, self._live, strict=True):
             for table, fields in zip(group.tables, tables, strict=True):
                 for field, live in zip(group.fields, fields, strict=True):
@@ -104,8 +103,7 @@ class LiveTables:
         for group, (ids, copies) in enumerate(zip(wanted, out, strict=True)):
             if len(ids):
                 self._check(group, ids)
-                rows = (self._addresses[group], self._firsts[group], ids)
-                parts.append(_GatherPart(rows, copies, self._words[group]))
+                parts.append(_GatherPart(self._addresses[group], self._firsts[group], ids, copies))
         return Gather(parts)
 
     def scatter(
@@ -176,47 +174,56 @@ def _scatter(
 class _GatherPart:
     """Rows of one group to be copied, by whoever has time."""
 
-    def __init__(
-        self, rows: tuple[Any, Any, RowIds], copies: Sequence[Bytes2D], word: NDArray[np.unsignedinteger]
-    ) -> None:
-        ids = rows[2]
-        self.bytes = len(ids) * sum(copy.shape[1] for copy in copies)
+    def __init__(self, addresses: RowIds, firsts: RowIds, ids: RowIds, copies: Sequence[Bytes2D]) -> None:
+        row_bytes = [copy.shape[1] for copy in copies]
+        self.bytes = len(ids) * sum(row_bytes)
         self._kept_alive = copies
-        self._arguments = (
-            *rows,
-            np.array([copy.ctypes.data for copy in copies], np.int64),
-            np.array([copy.shape[1] // word.itemsize for copy in copies], np.int64),
-            word,
-            np.array([0, gather_blocks(len(copies), len(ids))], np.int64),
-        )
+        targets = np.array([*(copy.ctypes.data for copy in copies), *row_bytes], np.int64)
+        self._arguments = addresses, firsts, ids, targets, np.zeros(2, np.int64)
 
-    def run(self, helped: NDArray[np.int64], how: int) -> None:
-        gather_rows(*self._arguments, helped, how)
+    def run(self, how: int) -> None:
+        """Copy what nobody has copied yet."""
+        addresses, firsts, ids, targets, shared = self._arguments
+        fields = len(addresses)
+        gather_rows(addresses, firsts, ids, targets[:fields], targets[fields:], shared, how)
+
+    def run_on_all(self) -> None:
+        """The same, by the threads of torch."""
+        arrays = self._arguments
+        pointers = [array.ctypes.data for array in arrays]
+        numbers = np.array([*arrays[0].shape, len(arrays[2]), *pointers], np.int64)
+        openmp.run_on_all(gather_packed, numbers.ctypes.data)
 
 
 class Gather:
-    """Rows that are being copied: by another thread, if they are many, and by the one that waits for it.
+    """Rows that are being copied: by all threads that torch computes with; or by another thread, if they are
+    many, and by the one that waits for it.
 
     Each row is a wait for memory, of which a core can have only so many under way: two copy more than one.
-    And whoever called has other things to do meanwhile.
     """
 
     def __init__(self, parts: Sequence[_GatherPart]) -> None:
         self._parts = parts
-        self._helped = np.zeros(1, np.int64)
         self._helper: Future[None] | None = None
-        if _CORES > 1 and sum(part.bytes for part in parts) >= _HELP_BYTES:
-            self._helper = _helper().submit(self._run, FROM_FRONT)
+        if _CORES == 1 or sum(part.bytes for part in parts) < _HELP_BYTES:
+            return
+        if openmp.threads() > 1:
+            for part in parts:
+                part.run_on_all()
+            self._parts = ()
+        else:
+            # Whoever called has other things to do meanwhile.
+            self._helper = _helper().submit(self._run, HELP)
             # A thread takes a while to wake up, and then needs the interpreter, which this one has, to begin:
             # copying here until it has begun loses no time.
             self._run(UNTIL_HELPED)
 
     def finish(self) -> None:
         """Return when everything is copied."""
-        self._run(FROM_BEHIND)
+        self._run(ALL)
         if self._helper is not None:
             self._helper.result()
 
     def _run(self, how: int) -> None:
-        for part in self._parts if how == FROM_FRONT else reversed(self._parts):
-            part.run(self._helped, how)
+        for part in self._parts:
+            part.run(how)

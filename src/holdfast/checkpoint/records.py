@@ -11,8 +11,7 @@ Tables whose records look alike form a *group* and share one numbering: row ``i`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,11 +169,6 @@ class Rows:
         """The records at these positions."""
         # mode="clip" skips a check of all positions first, and copies each row as one block.
         return Rows(self.ids[positions], tuple(np.take(f, positions, 0, mode="clip") for f in self.fields))
-
-
-def word(row_bytes: Iterable[int]) -> NDArray[np.unsignedinteger]:
-    """An empty array of the longest words of which all of these rows are made."""
-    return np.empty(0, f"u{math.gcd(8, *row_bytes)}")
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from holdfast.kernels.machine import prefetch
 
 # Numba keeps what it compiled of this file until the file changes: so it must change with the others.
-BUILT_WITH = {"machine": "90fd5d000ca7"}
+BUILT_WITH = {"machine": "408cfd76b202"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)

@@ -8,7 +8,7 @@ from numba import njit
 from holdfast.kernels.machine import mixed
 
 # Numba keeps what it compiled of this file until the file changes: so it must change with the others.
-BUILT_WITH = {"machine": "90fd5d000ca7"}
+BUILT_WITH = {"machine": "408cfd76b202"}
 
 
 @njit(cache=True, nogil=True)

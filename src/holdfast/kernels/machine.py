@@ -79,6 +79,17 @@ def finish_streams(typing_context):
 
 
 @intrinsic
+def fetch_add(typing_context, address, number):
+    """Add to the 64-bit integer at an address, whatever other threads do; what it was before."""
+
+    def generate(context, builder, signature, arguments):
+        integer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", integer, arguments[1], "monotonic")
+
+    return types.int64(address, number), generate
+
+
+@intrinsic
 def trailing_zeros(typing_context, word):
     """How many of a word's lowest bits are 0: the place of its lowest 1."""
 

@@ -61,9 +61,9 @@ from holdfast.kernels.quantize_search import WITHIN_STORED, losses, only_allowed
 # Numba keeps what it compiled of this file until the file changes. So it must change with those that it
 # is built with: a test compares their checksums.
 BUILT_WITH = {
-    "dequantize": "f3212706afc2",
+    "dequantize": "86c0bb9320d3",
     "lanes": "0ba250c70725",
-    "machine": "90fd5d000ca7",
+    "machine": "408cfd76b202",
     "quantize_search": "fde8fccd7221",
 }
 

@@ -8,74 +8,84 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit  # type: ignore[attr-defined]
 
-from holdfast.kernels.machine import LINE, copy_line, finish_streams, pointer, prefetch, stream_line
+from holdfast.kernels.machine import (
+    LINE,
+    copy_line,
+    fetch_add,
+    finish_streams,
+    pointer,
+    prefetch,
+    stream_line,
+)
 
 # Numba keeps what it compiled of this file until the file changes: so it must change with the others.
-BUILT_WITH = {"machine": "90fd5d000ca7"}
+BUILT_WITH = {"machine": "408cfd76b202"}
 
 _AHEAD = 8
 _GATHER_BLOCK = 2048
-FROM_FRONT, FROM_BEHIND, UNTIL_HELPED = range(3)
+HELP, UNTIL_HELPED, ALL = range(3)
 
 
 @njit(cache=True, nogil=True)
-def gather_rows(addresses, firsts, ids, targets, words, word, shared, helped, how):
-    """Copy rows of tables that are numbered through, several fields of each, by one thread or two.
+def gather_rows(addresses, firsts, ids, targets, row_bytes, shared, how):
+    """Copy rows of tables that are numbered through, several fields of each, by any number of threads.
 
     Table t has rows firsts[t] to firsts[t + 1] - 1 of the numbering; its field f begins at memory address
-    addresses[f, t] and has words[f] words a row, as long as an element of ``word``. Row ids[i] of a field is
-    copied to row i of the array at targets[f]. ids ascend and lie within the numbering: the caller's duty.
+    addresses[f, t] and has row_bytes[f] bytes a row. Row ids[i] of a field is copied to row i of the rows at
+    memory address targets[f]. ids ascend and lie within the numbering: the caller's duty.
 
-    The work is cut into blocks, numbered through over all fields. shared[0] and shared[1], 0 and
-    ``gather_blocks`` at first, are the first block and the one behind the last that nobody has taken: one
-    thread takes them FROM_FRONT, the other FROM_BEHIND, until they meet. Without locks both may take the
-    last one: then it is copied twice. UNTIL_HELPED is from behind too, until the first thread is there.
+    The work is cut into blocks, numbered through over all fields, and whoever calls takes them until none is
+    left: shared[0] is the next one, 0 at first. A thread that comes to HELP sets shared[1]; UNTIL_HELPED ends
+    as soon as one has.
     """
-    blocks = (ids.shape[0] + _GATHER_BLOCK - 1) // _GATHER_BLOCK
-    if how == FROM_FRONT:
-        helped[0] = 1
-    while True:
-        if how == FROM_FRONT:
-            taken = shared[0]
-            if taken >= shared[1]:
-                return
-            shared[0] = taken + 1
-        else:
-            taken = shared[1] - 1
-            if taken < shared[0] or (how == UNTIL_HELPED and helped[0]):
-                return
-            shared[1] = taken
-        field = taken // blocks
-        begin = (taken - field * blocks) * _GATHER_BLOCK
-        part = ids[begin : begin + _GATHER_BLOCK]
-        width = words[field]
-        out = carray(pointer(targets[field]), (ids.shape[0], width), word.dtype)[begin:]
-        _gather(addresses[field], firsts, part, out)
-
-
-def gather_blocks(fields, rows):
-    """How many blocks ``gather_rows`` cuts its work into."""
-    return fields * ((rows + _GATHER_BLOCK - 1) // _GATHER_BLOCK)
+    rows = ids.shape[0]
+    blocks = (rows + _GATHER_BLOCK - 1) // _GATHER_BLOCK
+    if how == HELP:
+        shared[1] = 1
+    while how != UNTIL_HELPED or not shared[1]:
+        taken = fetch_add(shared.ctypes.data, 1)
+        if taken >= blocks * addresses.shape[0]:
+            return
+        f = taken // blocks
+        begin = (taken - f * blocks) * _GATHER_BLOCK
+        end = min(begin + _GATHER_BLOCK, rows)
+        _gather(addresses[f], firsts, ids, begin, end, targets[f], row_bytes[f])
 
 
 @njit(cache=True, nogil=True)
-def _gather(addresses, firsts, ids, out):
-    words = out.shape[1]
-    row_bytes = words * out.itemsize
-    table = np.searchsorted(firsts, ids[0], "right") - 1
+def _gather(addresses, firsts, ids, begin, end, target, row_bytes):
+    table = np.searchsorted(firsts, ids[begin], "right") - 1
     ahead = table
-    live = carray(pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), out.dtype)
-    for i in range(ids.shape[0]):
-        if i + _AHEAD < ids.shape[0]:  # rows lie anywhere: ask for the one that comes in a while
+    for i in range(begin, end):
+        if i + _AHEAD < end:  # rows lie anywhere: ask for the one that comes in a while
             coming = ids[i + _AHEAD]
             while coming >= firsts[ahead + 1]:
                 ahead += 1
             _prefetch_row(addresses[ahead] + (coming - firsts[ahead]) * row_bytes, row_bytes)
-        if ids[i] >= firsts[table + 1]:
-            while ids[i] >= firsts[table + 1]:
-                table += 1
-            live = carray(pointer(addresses[table]), (firsts[table + 1] - firsts[table], words), out.dtype)
-        _copy_row(live, ids[i] - firsts[table], out, i)
+        while ids[i] >= firsts[table + 1]:
+            table += 1
+        _copy_bytes(
+            addresses[table] + (ids[i] - firsts[table]) * row_bytes, target + i * row_bytes, row_bytes
+        )
+
+
+GATHER_NUMBERS = 8
+
+
+def gather_packed(packed):
+    """``gather_rows`` for whoever calls functions with one address: that of GATHER_NUMBERS 64-bit integers,
+    how many fields, tables and rows, then the addresses of its arguments."""
+    numbers = carray(packed, GATHER_NUMBERS, np.int64)
+    fields, tables, rows = numbers[0], numbers[1], numbers[2]
+    gather_rows(
+        carray(pointer(numbers[3]), (fields, tables), np.int64),
+        carray(pointer(numbers[4]), tables + 1, np.int64),
+        carray(pointer(numbers[5]), rows, np.int64),
+        carray(pointer(numbers[6]), fields, np.int64),
+        carray(pointer(numbers[6] + 8 * fields), fields, np.int64),
+        carray(pointer(numbers[7]), 2, np.int64),
+        ALL,
+    )
 
 
 @njit(cache=True, nogil=True)
@@ -190,33 +200,6 @@ def _prefetch_row(address, row_bytes):
     prefetch(address)
     for offset in range(64, min(row_bytes, 256), 64):
         prefetch(address + offset)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _copy_row(source, i, target, j):
-    words = source.shape[1]
-    w = 0
-    while w + 8 <= words:  # eight loads, then eight stores: they may not be told apart otherwise
-        a0 = source[i, w]
-        a1 = source[i, w + 1]
-        a2 = source[i, w + 2]
-        a3 = source[i, w + 3]
-        a4 = source[i, w + 4]
-        a5 = source[i, w + 5]
-        a6 = source[i, w + 6]
-        a7 = source[i, w + 7]
-        target[j, w] = a0
-        target[j, w + 1] = a1
-        target[j, w + 2] = a2
-        target[j, w + 3] = a3
-        target[j, w + 4] = a4
-        target[j, w + 5] = a5
-        target[j, w + 6] = a6
-        target[j, w + 7] = a7
-        w += 8
-    while w < words:
-        target[j, w] = source[i, w]
-        w += 1
 
 
 @njit(cache=True, nogil=True)

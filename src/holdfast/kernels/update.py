@@ -25,7 +25,7 @@ from holdfast.kernels.machine import mixed, prefetch
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with the one that it is
 # built with: a test compares their checksums.
-BUILT_WITH = {"lanes": "0ba250c70725", "machine": "90fd5d000ca7"}
+BUILT_WITH = {"lanes": "0ba250c70725", "machine": "408cfd76b202"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
