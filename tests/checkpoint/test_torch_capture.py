@@ -16,13 +16,15 @@ from holdfast.kernels.rows import copy_ranges
 
 
 class Net(nn.Module):
-    """A table, dense layers, a buffer that is counted up."""
+    """A table, dense layers, a buffer that is counted up, and ones that are and are not in the state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.EmbeddingBag(6, 3)
         self.layer = nn.Linear(3, 2)
         self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("stored", torch.ones(2))
+        self.register_buffer("left_out", torch.ones(3), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.norm(self.layer(self.table(ids)))  # type: ignore[no-any-return]
@@ -107,6 +109,14 @@ def new_buffer(run: Run) -> None:
     run.net.register_buffer("more", torch.ones(2))
 
 
+def buffer_left_out(run: Run) -> None:
+    run.net._non_persistent_buffers_set.add("stored")
+
+
+def buffer_taken_in(run: Run) -> None:
+    run.net._non_persistent_buffers_set.remove("left_out")
+
+
 def odd_state(run: Run) -> None:
     run.optimizer.state[run.net.layer.bias]["count"] = 7
 
@@ -117,7 +127,7 @@ def replace_state(run: Run) -> None:
 
 CHANGES: list[Callable[[Run], None]] = [
     set_lr, load, add_group, replace_parameter, replace_layer, other_memory, other_shape, rename, hook,
-    optimizer_hook, new_buffer, odd_state, replace_state,
+    optimizer_hook, new_buffer, buffer_left_out, buffer_taken_in, odd_state, replace_state,
 ]  # fmt: skip
 
 
@@ -131,6 +141,16 @@ def test_a_plan_notices_what_was_changed(change: Callable[[Run], None]) -> None:
     change(run)
     run.check()
     run.check()
+
+
+def test_buffers_that_are_not_in_the_state_are_not_copied() -> None:
+    run = Run()
+    for _ in range(2):
+        run.train()
+        run.check()
+    state = run.capturers[0].capture(run.places)[0]()
+    assert "stored" in state
+    assert "left_out" not in state
 
 
 def test_what_was_captured_does_not_change_any_more() -> None:

@@ -134,6 +134,7 @@ class StatePlan:
         tensors: what is in the slots.
         guards: containers and what they held: (mapping, its keys or None, its values).
         empty: containers that hold nothing.
+        sets: sets and what they held: names of buffers that are no part of the state.
         optimizer: whose parameter groups these are: (parameters, their numbers) of each. The rest of a group
             (the learning rate) is copied every time.
     """
@@ -146,13 +147,14 @@ class StatePlan:
         tensors: list[Tensor],
         guards: list[tuple[Mapping[Any, Any], list[Any] | None, list[Any]]],
         empty: list[Mapping[Any, Any]],
+        sets: list[tuple[set[str], frozenset[str]]],
         optimizer: Optimizer | None,
         groups: list[tuple[list[Any], list[int]]],
         places: Places,
     ) -> None:
         self.metadata = metadata
         self._name, self._template = name, template
-        self._tensors, self._guards, self._empty = tensors, guards, empty
+        self._tensors, self._guards, self._empty, self._sets = tensors, guards, empty, sets
         self._optimizer, self._groups = optimizer, groups
         self._containers = (optimizer.state, optimizer.param_groups) if optimizer is not None else ()
         self._places = places
@@ -164,7 +166,7 @@ class StatePlan:
 
     def holds(self, places: Places) -> bool:
         """Whether the state is still made of the same objects."""
-        if places is not self._places or any(self._empty):
+        if places is not self._places or any(self._empty) or any(now != then for now, then in self._sets):
             return False
         for mapping, keys, values in self._guards:
             if len(mapping) != len(values) or not all(map(operator.is_, mapping.values(), values)):
@@ -220,12 +222,15 @@ def _make_plan(
 ) -> StatePlan | None:
     guards: list[tuple[Mapping[Any, Any], list[Any] | None, list[Any]]] = []
     empty: list[Mapping[Any, Any]] = []
+    sets: list[tuple[set[str], frozenset[str]]] = []
     groups: list[tuple[list[Any], list[int]]] = []
     if isinstance(thing, nn.Module) and all(_is_plain_module(m) for m in thing.modules()):
         for module in thing.modules():
             for mapping in (module._parameters, module._buffers, module._modules):
                 guards.append((mapping, list(mapping), list(mapping.values())))
             empty += [module._state_dict_hooks, module._state_dict_pre_hooks]
+            left_out = module._non_persistent_buffers_set  # buffers could move into it and out of it
+            sets.append((left_out, frozenset(left_out)))
     elif isinstance(thing, Optimizer) and _is_plain_optimizer(thing):
         # Its keys are tensors, of which == makes another tensor: the values are dicts of their own each.
         guards.append((thing.state, None, list(thing.state.values())))
@@ -243,7 +248,7 @@ def _make_plan(
     if template is None:
         return None
     optimizer = thing if isinstance(thing, Optimizer) else None
-    return StatePlan(name, template, metadata, tensors, guards, empty, optimizer, groups, places)
+    return StatePlan(name, template, metadata, tensors, guards, empty, sets, optimizer, groups, places)
 
 
 def _is_plain_module(module: nn.Module) -> bool:
@@ -255,7 +260,6 @@ def _is_plain_module(module: nn.Module) -> bool:
         and not ({"state_dict", "_save_to_state_dict"} & vars(module).keys())
         and not module._state_dict_hooks
         and not module._state_dict_pre_hooks
-        and not module._non_persistent_buffers_set  # buffers could move into it and out of it
     )
 
 

@@ -84,10 +84,11 @@ class TrainingObjects:
 
     def live_tables(self) -> LiveTables:
         """All tables in groups, to copy rows from; the same object until some tensor is replaced."""
-        layout = self.layout()
+        for table in self.tables.values():  # asked at every save: no more than that, as a rule
+            self._look_at(table)
         if self._live_tables is None:
             self._live_tables = LiveTables(
-                make_groups(layout, self._kind_of), lambda table: self._known[table].views
+                make_groups(self.layout(), self._kind_of), lambda table: self._known[table].views
             )
         return self._live_tables
 
@@ -216,19 +217,18 @@ class TrainingObjects:
                     owners.setdefault(id(parameter), []).append((optimizer, group))
         answers: dict[tuple[Any, ...], bool] = {}  # tables of one parameter group are alike, as a rule
         return [
-            name
-            for name, table in self.tables.items()
-            if self._changes_unseen_rows(table, owners.get(id(table.modules[0].weight), []), answers)
+            name for name, table in self.tables.items() if self._changes_unseen_rows(table, owners, answers)
         ]
 
     def _changes_unseen_rows(
         self,
         table: LiveTable,
-        owners: Sequence[tuple[Optimizer, dict[str, Any]]],
+        owners: Mapping[int, Sequence[tuple[Optimizer, dict[str, Any]]]],
         answers: dict[tuple[Any, ...], bool],
     ) -> bool:
         weight = table.modules[0].weight
-        if not owners:
+        mine = owners.get(id(weight))
+        if mine is None:
             # An average of a model has such tables. PyTorch counts what is written to a tensor.
             return weight.requires_grad or weight._version != self._seen_versions[table.name]
         sparse = all(module.sparse for module in table.modules)
@@ -236,7 +236,7 @@ class TrainingObjects:
         dense_after_all = sparse and gradient is not None and gradient.layout == torch.strided
         if not table.only_looked_up or dense_after_all:
             return True
-        for optimizer, group in owners:
+        for optimizer, group in mine:
             key = (id(optimizer), id(group), sparse, weight.dtype)
             if key not in answers:
                 answers[key] = changes_unseen_rows(optimizer, group, sparse=sparse, dtype=weight.dtype)
