@@ -166,6 +166,25 @@ def test_what_was_captured_does_not_change_any_more() -> None:
     assert [c.capture(run.places)[0]() for c in run.capturers] != expected
 
 
+def test_memory_of_copies_that_nobody_has_is_used_again() -> None:
+    run = Run()
+    run.train()
+    run.check()
+    capturer = run.capturers[0]
+    assert capturer._plan is not None
+    kept = [capturer.capture(run.places)[0] for _ in range(3)]
+    texts = [str(state()) for state in kept]
+    run.train()
+    trees = [capturer.capture(run.places)[0]()]  # its arrays are views of the memory
+    assert [str(state()) for state in kept] == texts
+    known = {id(copy) for copy in capturer._plan._copies}
+    del kept, trees
+    for _ in range(4):
+        run.train()
+        run.check()
+    assert {id(copy) for copy in capturer._plan._copies} == known
+
+
 def test_what_changes_every_time_gets_no_plan_after_a_while() -> None:
     run = Run()
     for _ in range(5):

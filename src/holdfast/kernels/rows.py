@@ -205,8 +205,7 @@ def _prefetch_row(address, row_bytes):
 @njit(cache=True, nogil=True)
 def copy_ranges(addresses, sizes, out):
     """Copy sizes[i] bytes from each memory address, one range behind the other."""
-    at = 0
-    for i in range(addresses.shape[0]):
-        if sizes[i]:
-            out[at : at + sizes[i]] = carray(pointer(addresses[i]), sizes[i], np.uint8)
-            at += sizes[i]
+    at = np.int64(out.ctypes.data)
+    for i in range(addresses.shape[0]):  # a slice assigned to a slice would be copied byte by byte
+        _copy_bytes(addresses[i], at, sizes[i])
+        at += sizes[i]
