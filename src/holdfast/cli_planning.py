@@ -239,6 +239,10 @@ def emulate(
     scale: Annotated[
         float | None, _option("divided by this; 100 for kaggle, 10,000 for terabyte.", _TRAINING)
     ] = None,
+    criteo: Annotated[
+        list[Path] | None,
+        _option("Clicks in Criteo's format in place of made-up ones. Repeatable.", _TRAINING, "FILE"),
+    ] = None,
     batch_size: Annotated[int | None, _option("Samples of a step.", _TRAINING)] = None,
     lr: Annotated[float | None, _option("Learning rate of SGD.", _TRAINING)] = None,
     zipf: Annotated[float | None, _option("How skewed lookups are.", _TRAINING)] = None,
@@ -264,6 +268,7 @@ def emulate(
         shape,
         scale=scale,
         samples=samples,
+        criteo=tuple(map(str, criteo)) if criteo else None,
         batch_size=batch_size,
         lr=lr,
         zipf_exponent=zipf,

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.bench.harness import Report
-from holdfast.bench.partial import Size, access_and_change, correlation, measure, random_run
-from holdfast.checkpoint.priority import large_tables
+from holdfast.bench.partial import Size, measure, random_run
 from holdfast.sim.student import Lesson
 
 TINY = Lesson(scale=2000.0, samples=10_000, batch_size=64, test_samples=5000)
@@ -43,11 +42,3 @@ def test_random_runs_are_those_of_section_6_5() -> None:
     assert all(run.way is not None and run.way.prioritize is None for run in runs)
     assert all(run.way is not None and run.way.interval_hours <= run.cluster.hours / 2 for run in runs)
     assert runs[:5] == [random_run(number, TINY) for number in range(5)]
-
-
-def test_lookups_and_changes_of_the_same_rows() -> None:
-    rows = access_and_change(TINY, 20)
-    assert rows.lookups.sum() == 20 * TINY.batch_size * len(large_tables(TINY.table_rows))
-    assert ((rows.lookups > 0) == (rows.changes > 0)).mean() > 0.99
-    assert (rows.updates >= rows.changes * 0.999).all()  # the way is no shorter than where it leads
-    assert correlation([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]) == pytest.approx(1)

@@ -93,6 +93,7 @@ def test_emulated_failures_as_a_table_and_as_json(tmp_path: Path) -> None:
     assert "41 h (server 3)" in done.stdout
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
     assert "0.00000" in lines["full"]
+    assert "lookups of a row and how far it moves: correlation 0." in done.stdout
     assert "44.8 h" in lines["cpr-mfu"]
     assert "partial recovery costs 0.51 % with a save every 44.8 h (PLS 0.1)" in done.stdout
     done = holdfast("emulate", *SMALL, "--ways", "cpr", "--distribution", "gamma=0.8", "--json", cwd=tmp_path)
@@ -101,6 +102,7 @@ def test_emulated_failures_as_a_table_and_as_json(tmp_path: Path) -> None:
     assert found["cluster"]["hours"] == 56
     assert found["runs"][0]["way"]["name"] == "cpr"
     assert found["runs"][0]["overhead"] < 0.02
+    assert 0 < found["runs"][0]["plain"]["access_change"] < 1
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,7 @@ def test_emulated_failures_as_a_table_and_as_json(tmp_path: Path) -> None:
         (["--failures", "-1"], "error: failures is -1: expected above 0\n"),
         (["--hours", "long"], "error: --hours is 'long': expected a time such as 45s"),
         (["--failure-log", "no.csv"], "error: the failure log no.csv cannot be read"),
+        (["--criteo", "no.txt"], "error: no.txt "),
     ],
 )
 def test_emulations_that_cannot_be_meant_are_refused(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from holdfast.errors import ConfigError, TrainingDiverged
+from holdfast.data.criteo import Criteo
+from holdfast.errors import ConfigError, DataError, TrainingDiverged
 from holdfast.sim.draws import ChosenFailures, UniformFailures
 from holdfast.sim.emulator import Emulation, Run, emulate, large_share, train
 from holdfast.sim.student import Lesson, Student, lesson_of
 from holdfast.sim.timeline import WAYS, EmulatedCluster, Way, way_of
 from holdfast.sim.traces import Failure
+from tests.data.test_criteo import text_of, write
 
 LESSON = Lesson(scale=1000.0, samples=30_000, batch_size=128, test_samples=5000)
 CLUSTER = EmulatedCluster(share=large_share(LESSON))
@@ -111,3 +114,37 @@ def test_what_cannot_be_trained_is_refused() -> None:
     assert lesson_of("kaggle", lr=2.0, scale=None) == Lesson(lr=2.0)
     with pytest.raises(TrainingDiverged, match="lower lr"):
         train(Run(replace(LESSON, lr=1e6), CLUSTER, None, ()))
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """3,000 lines: 2,571 to train with and the last seventh, by bytes, to test with."""
+    (path,) = write(tmp_path_factory.mktemp("criteo"), [text_of(3000)])
+    return str(path)
+
+
+def test_trainings_on_files_of_clicks(clicks: str) -> None:
+    lesson = replace(LESSON, criteo=(clicks,), samples=2432, test_samples=400, lr=0.01)
+    batches = list(lesson.batches())
+    whole = Criteo(clicks, batch_size=128, table_rows=lesson.table_rows, part="train")
+    assert len(batches) == lesson.steps == 19
+    for mine, read in zip(batches, whole, strict=False):
+        assert (np.stack(mine.ids) == np.stack(read.ids)).all()
+        assert (mine.labels == read.labels).all()
+    full, cpr = emulate(
+        lesson, CLUSTER, ChosenFailures([(30.2, 3)]), ways=["full", "cpr"], seeds=[0], processes=1
+    )
+    assert full.auc_loss == 0  # what was lost was read again
+    assert cpr.outcome.updates_lost > 0
+    assert full.plain == cpr.plain
+    assert 0 < cpr.plain.access_change < 1
+    assert 0 < cpr.plain.access_update < 1
+
+
+def test_too_few_clicks_are_told(clicks: str, tmp_path: Path) -> None:
+    lesson = replace(LESSON, criteo=(clicks,), samples=3000, test_samples=400)
+    with pytest.raises(DataError, match=r"2,\d\d\d samples to train with, expected 2,944: ask for fewer"):
+        train(Run(lesson, CLUSTER, None, ()))
+    (short,) = write(tmp_path, [text_of(3)])
+    with pytest.raises(DataError, match="no sample in the last seventh to test with"):
+        train(Run(replace(lesson, criteo=(str(short),), samples=2, batch_size=2), CLUSTER, None, ()))

@@ -24,24 +24,22 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.bench.harness import Report, Spread, interleave, stopwatch
 from holdfast.bench.quantize_accuracy import mean_with_interval
 from holdfast.checkpoint.priority import MostUsed, Priority, SubSampled, large_tables
 from holdfast.options import PRIORITIZED_FRACTION
+from holdfast.sim.changes import correlation
 from holdfast.sim.draws import UniformFailures
 from holdfast.sim.emulator import Outcome, Run, large_share, train
-from holdfast.sim.student import Lesson, Student
+from holdfast.sim.student import Lesson
 from holdfast.sim.timeline import EmulatedCluster, Way, WayName, costs, way_of
 from holdfast.training.config import load
 from holdfast.training.parallel import run_all
 from holdfast.training.trainer import Trainer
 
-Floats = NDArray[np.float64]
 WAYS: Mapping[str, tuple[WayName, float]] = {
     "vanilla": ("cpr", PRIORITIZED_FRACTION),
     "mfu": ("cpr-mfu", PRIORITIZED_FRACTION),
@@ -51,7 +49,6 @@ WAYS: Mapping[str, tuple[WayName, float]] = {
     "ssu.eighth": ("cpr-ssu", 1 / 8),
 }
 """How the trainings of a figure recover, and which fraction of the rows they save at a time."""
-_CHANGE_STEPS = 4096  # as in the paper's Figure 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,6 @@ def measure(report: Report, size: Size, processes: int | None = None) -> None:
     )  # fmt: skip
     _overheads(report, cluster, size.patterns)
     _accuracy(report, size, cluster, processes)
-    _changes(report, size)
     _tracking(report, size)
 
 
@@ -150,6 +146,13 @@ def _accuracy(report: Report, size: Size, cluster: EmulatedCluster, processes: i
     pairs = [(_pls(tasks[run]), loss(run)) for run in tasks if run.startswith("random.")]
     report.raw["pls_and_loss"] = pairs
     report.figure("pls_correlation", correlation(*zip(*pairs, strict=True)), f"{len(pairs)} random runs")
+    plain = [done[f"plain.{seed}"] for seed in range(size.seeds)]
+    of_updates = Spread.of([outcome.access_update for outcome in plain]).median
+    report.figure(
+        "access_change_correlation",
+        Spread.of([outcome.access_change for outcome in plain]),
+        f"without failures; {of_updates:.3f} with the sizes of all updates",
+    )
 
 
 def _outcomes(report: Report, tasks: Mapping[str, Run], processes: int | None) -> dict[str, Outcome]:
@@ -170,53 +173,6 @@ def _outcomes(report: Report, tasks: Mapping[str, Run], processes: int | None) -
 def _pls(run: Run) -> float:
     assert run.way is not None
     return costs(run.way, run.failures, run.cluster).pls
-
-
-def correlation(some: Sequence[float] | Floats, others: Sequence[float] | Floats) -> float:
-    """Pearson's."""
-    return float(np.corrcoef(some, others)[0, 1])
-
-
-def _changes(report: Report, size: Size) -> None:
-    steps = min(_CHANGE_STEPS, size.lesson.steps)
-    found = [access_and_change(replace(size.lesson, seed=seed), steps) for seed in range(min(3, size.seeds))]
-    of_updates = [correlation(one.lookups, one.updates) for one in found]
-    report.raw["access_update_correlation"] = of_updates
-    report.figure(
-        "access_change_correlation",
-        Spread.of([correlation(one.lookups, one.changes) for one in found]),
-        f"after {steps:,} steps; {np.median(of_updates):.3f} with the sizes of all updates",
-    )
-
-
-class Rows(NamedTuple):
-    """Of each row of the large tables."""
-
-    lookups: Floats
-    changes: Floats
-    """The norm of what it is now less what it was at the start: what SCAR goes by."""
-    updates: Floats
-    """The sum of the norms of all of its updates, whether or not they cancel out."""
-
-
-def access_and_change(lesson: Lesson, steps: int) -> Rows:
-    """Train so far, and look at each row."""
-    student = Student(lesson)
-    start = student.weights.copy()
-    last = start.copy()
-    updates = np.zeros(len(start))
-    large = large_tables(lesson.table_rows)
-    lookups = np.zeros(len(start))
-    for step in range(steps):
-        ids, changed = student.train(step)
-        for table in large:
-            np.add.at(lookups, ids[table] + student.firsts[table], 1)
-        now = student.weights[changed]
-        updates[changed] += np.linalg.norm(now - last[changed], axis=1)
-        last[changed] = now
-    changes = np.linalg.norm(student.weights - start, axis=1).astype(float)
-    rows = np.concatenate([np.arange(student.firsts[t], student.firsts[t + 1]) for t in large])
-    return Rows(lookups[rows], changes[rows], updates[rows])
 
 
 def _tracking(report: Report, size: Size) -> None:

@@ -41,6 +41,15 @@ def show_emulations(
     for way in dict.fromkeys(one.way for one in found):
         table.add_row(*_cells([one for one in found if one.way == way], cluster))
     console.print(table)
+    plain = [next(one.plain for one in found if one.seed == seed) for seed in seeds]
+    changes = np.mean([outcome.access_change for outcome in plain])
+    updates = np.mean([outcome.access_update for outcome in plain])
+    console.print(
+        f"lookups of a row and how far it moves: correlation {changes:.3f}; "
+        f"with the sizes of all its updates added up {updates:.3f}",
+        highlight=False,
+        soft_wrap=True,
+    )
     for reason in dict.fromkeys(one.way.reason for one in found if one.way.reason):
         console.print(reason, highlight=False, soft_wrap=True)
     fallen_back = sorted(
@@ -86,6 +95,7 @@ def emulations_json(found: Sequence[Emulation], lesson: Lesson, cluster: Emulate
     runs = [
         {
             **asdict(one),
+            "auc_loss": one.auc_loss,
             "overhead": one.costs.hours / cluster.hours,
             "failures": [f._asdict() for f in one.failures],
         }

@@ -19,6 +19,7 @@ from holdfast.checkpoint.priority import Priority, large_tables, make_priority
 from holdfast.coding.placement import Placement
 from holdfast.errors import TrainingDiverged
 from holdfast.kernels.priority import count_rows
+from holdfast.sim.changes import RowChanges, correlation
 from holdfast.sim.draws import Failures
 from holdfast.sim.student import Lesson, Student
 from holdfast.sim.timeline import (
@@ -56,6 +57,10 @@ class Outcome:
     """Bytes saved, over those of all tables."""
     tracking_bytes: int = 0
     """Memory of the priorities."""
+    access_change: float = 0.0
+    """Correlation of how often a row is looked up and how far it moves, without failures."""
+    access_update: float = 0.0
+    """The same with the sizes of all its updates added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,13 @@ class Emulation:
     failures: tuple[Failure, ...]
     costs: Costs
     outcome: Outcome
-    auc_loss: float
-    """Below the AUC of the same training without failures."""
+    plain: Outcome
+    """Of the same training without failures."""
+
+    @property
+    def auc_loss(self) -> float:
+        """What the failures took."""
+        return self.plain.auc - self.outcome.auc
 
 
 def emulate(
@@ -101,7 +111,7 @@ def emulate(
             drawn[seed],
             costs(way, drawn[seed], cluster),
             outcomes[run],
-            outcomes[plain[seed]].auc - outcomes[run].auc,
+            outcomes[plain[seed]],
         )
         for (seed, way), run in runs.items()
     ]
@@ -130,6 +140,7 @@ class _Training:
         self._network_image = student.network.copy()
         self._since = np.zeros(self._rows, np.uint32)
         self._updates = self._lost = self._saved = 0
+        self._changes = RowChanges(student) if run.way is None else None
         self._owner = Placement(run.cluster.servers).owner(np.arange(self._rows))
         self._priorities = dict(self._make_priorities())
         self._small = np.ones(self._rows, bool)
@@ -172,11 +183,18 @@ class _Training:
         score = self._student.test()
         if math.isnan(score):
             raise TrainingDiverged(f"the scores are no numbers: lower lr (it is {self._run.lesson.lr:g})")
-        return Outcome(
+        outcome = Outcome(
             score,
             self._lost / max(1, self._updates),
             self._saved / self._rows,
             sum(priority.nbytes for priority in self._priorities.values()),
+        )
+        if (moved := self._changes) is None:
+            return outcome
+        return replace(
+            outcome,
+            access_change=correlation(moved.lookups, moved.changes),
+            access_update=correlation(moved.lookups, moved.updates),
         )
 
     def _learn(self, first: int, end: int) -> None:
@@ -186,6 +204,8 @@ class _Training:
             count_rows(self._since, changed)
             for table, priority in self._priorities.items():
                 priority.touched(ids[table])
+            if self._changes is not None:
+                self._changes.note(ids, changed)
 
     def _save(self) -> None:
         student = self._student

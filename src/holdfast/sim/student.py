@@ -7,9 +7,10 @@ worker: a failure that takes a server's rows is a change of some records, and no
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 
 from holdfast.cluster.model import WorkerModel, plan_groups
 from holdfast.coding.placement import Placement
+from holdfast.data.criteo import Criteo
 from holdfast.data.criteo_shape import KAGGLE_ROWS, TERABYTE_ROWS, Cardinalities
-from holdfast.data.reader import Batch
+from holdfast.data.reader import Batch, Reader
 from holdfast.data.synthetic import Synthetic
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataError
 from holdfast.models.dlrm import DLRM
 from holdfast.tables.lookup import Placed, Placer
 from holdfast.tables.plan import OptimizerPlan
@@ -38,12 +40,14 @@ _FEWEST_ROWS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What is trained: a DLRM on made-up clicks of Criteo's shape, on a smaller scale.
+    """What is trained: a DLRM on clicks of Criteo's shape, made up or real, on a smaller scale.
 
     Args:
         shape: of which data set: Kaggle has 1.2 samples for each row of its tables, Terabyte 22.
         scale: what its rows are divided by.
         samples: to train with; None divides its samples too: there remain as many for each row.
+        criteo: files in Criteo's format, whose first clicks are trained with in place of made-up ones; the
+            test is on the last seventh of them. ``zipf_exponent`` and ``noise`` say nothing then.
         batch_size: samples of a step.
         test_samples: of the test at the end.
         lr: of SGD, which CPR's model is trained with; the best of 0.3, 1 and 3 by AUC without failures.
@@ -53,12 +57,13 @@ class Lesson:
             CPR's model on Kaggle's data, 0.803.
         dim: weights of a row; 16 are the 64 bytes of CPR's Kaggle model.
         hidden: width of the network's layers.
-        seed: another one is another teacher, other samples and another start.
+        seed: another one is another teacher, other samples and another start; with files, the latter alone.
     """
 
     shape: Cardinalities = "kaggle"
     scale: float = 100.0
     samples: int | None = None
+    criteo: tuple[str, ...] = ()
     batch_size: int = 256
     test_samples: int = 200_000
     lr: float = 1.0
@@ -86,18 +91,25 @@ class Lesson:
         samples = CRITEO[self.shape][1] / self.scale if self.samples is None else self.samples
         return int(samples / self.batch_size)
 
-    def reader(self, part: str = "train") -> Synthetic:
-        """Its samples."""
+    def batches(self, part: Literal["train", "test"] = "train") -> Iterator[Batch]:
+        """Its samples, so many as there are to be."""
         testing = part == "test"
-        return Synthetic(
-            samples=self.test_samples if testing else self.steps * self.batch_size,
-            batch_size=_TEST_BATCH if testing else self.batch_size,
-            table_rows=self.table_rows,
-            zipf_exponent=self.zipf_exponent,
-            noise=self.noise,
-            seed=self.seed,
-            part="test" if testing else "train",
-        )
+        batch_size = _TEST_BATCH if testing else self.batch_size
+        samples = self.test_samples if testing else self.steps * self.batch_size
+        reader: Reader
+        if self.criteo:
+            reader = Criteo(self.criteo, batch_size=batch_size, table_rows=self.table_rows, part=part)
+        else:
+            reader = Synthetic(
+                samples=samples,
+                batch_size=batch_size,
+                table_rows=self.table_rows,
+                zipf_exponent=self.zipf_exponent,
+                noise=self.noise,
+                seed=self.seed,
+                part=part,
+            )
+        return itertools.islice(reader, -(-samples // batch_size))
 
 
 def lesson_of(shape: str, **given: Any) -> Lesson:
@@ -117,15 +129,21 @@ class _Schoolbook:
     """Batches with their lookups, made once for all runs of a lesson that a process does one by one."""
 
     def __init__(self, lesson: Lesson) -> None:
-        self._reader = lesson.reader()
-        self._known: dict[int, tuple[Batch, Placed]] = {}
+        self._lesson = lesson
+        self._coming = lesson.batches()
+        self._known: list[tuple[Batch, Placed]] = []
 
     def batch(self, step: int, placer: Placer) -> tuple[Batch, Placed]:
-        found = self._known.get(step)
-        if found is None:
-            batch = self._reader.batch(step)
-            found = self._known[step] = batch, placer.place(batch.ids, batch.offsets)
-        return found
+        while len(self._known) <= step:
+            batch = next(self._coming, None)
+            if batch is None:
+                lesson, found = self._lesson, sum(len(batch) for batch, _ in self._known)
+                raise DataError(
+                    f"{', '.join(lesson.criteo)}: {found:,} samples to train with, "
+                    f"expected {lesson.steps * lesson.batch_size:,}: ask for fewer (--samples)"
+                )
+            self._known.append((batch, placer.place(batch.ids, batch.offsets)))
+        return self._known[step]
 
 
 class Student:
@@ -186,8 +204,10 @@ class Student:
     def test(self) -> float:
         """AUC on samples that it was not trained with."""
         scores, labels = [], []
-        for batch in self._lesson.reader("test"):
+        for batch in self._lesson.batches("test"):
             placed = self._placer.place(batch.ids, batch.offsets)
             scores.append(self._model.predict(batch, [placed], [self._tables.pull(placed.places)]))
             labels.append(batch.labels)
+        if not labels:
+            raise DataError(f"{', '.join(self._lesson.criteo)}: no sample in the last seventh to test with")
         return auc(np.concatenate(scores), np.concatenate(labels))
