@@ -156,7 +156,8 @@ class _Restores:
             loader = RowLoader(reader.groups, self.fields.__getitem__)
             _settle_memory(reader.total_bytes())
             for file in reader.files if cold else ():
-                _forget(one.folder / file.entry.name)
+                with (one.folder / file.entry.name).open("rb") as opened:
+                    _forget(opened.fileno())
             return stopwatch(lambda: reader.read_rows(loader, baseline=baseline))
 
     def side(self, name: str, checkpoint: int, *, baseline: bool, cold: bool = False) -> Callable[[], float]:
@@ -197,9 +198,14 @@ def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds
         "floor": _Floor(trace, restores.fields, everything),
     }
     whole_last = interleave(both, rounds)
+    both_cold: dict[str, Callable[[], float]] = {
+        "chunked": restores.side("chunked", last, baseline=True, cold=True),
+        "floor": _Floor(trace, restores.fields, everything, cold=True),
+    }
+    cold_last = interleave(both_cold, (rounds + 2) // 3)
     report.raw.update(
         {"restore.samples": means, "restore.whole": whole, "restore.cold": cold, "restore.last": at_last}
-        | {"restore.whole_last": whole_last}
+        | {"restore.whole_last": whole_last, "restore.cold_last": cold_last}
     )
 
     def compare(name: str, one: list[float], other: list[float], note: str = "") -> None:
@@ -222,6 +228,10 @@ def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds
         "every row of the last version read once and written once / chunked",
     )  # fmt: skip
     compare(
+        "floor.restore_over_chunked.cold", cold_last["floor"], cold_last["chunked"],
+        "the same with no file in the page cache",
+    )  # fmt: skip
+    compare(
         "floor.restore_over_chunked.beyond_baseline", at_last["floor"], at_last["chunked"],
         "the same without the baseline's rows",
     )  # fmt: skip
@@ -231,10 +241,9 @@ def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds
     )
 
 
-def _forget(path: Path) -> None:
+def _forget(file: int) -> None:
     """Take a file out of the page cache; it has been synced."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _settle_memory(bytes_read: int) -> None:
@@ -267,6 +276,7 @@ class _Floor:
         trace: of which these are rows.
         fields: where to.
         ids: the rows of each table.
+        cold: whether the file is to come from the disk each time.
     """
 
     def __init__(
@@ -274,7 +284,10 @@ class _Floor:
         trace: Trace,
         fields: dict[str, tuple[NDArray[np.uint8], ...]],
         ids: Sequence[NDArray[np.int64]],
+        *,
+        cold: bool = False,
     ) -> None:
+        self._cold = cold
         self._firsts = np.concatenate(([0], np.cumsum(trace.rows))).astype(np.int64)
         self._ids = np.concatenate(
             [first + of_table for first, of_table in zip(self._firsts, ids, strict=False)]
@@ -282,12 +295,15 @@ class _Floor:
         self._fields = list(fields.values())  # they own the memory that is written to
         self._addresses = np.array([[f[i].ctypes.data for f in self._fields] for i in range(2)], np.int64)
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as this does)
-        self._file.write(np.zeros((2 * len(self._ids), DIM * 4), np.uint8).tobytes())
+        self._file.write(np.random.default_rng(0).bytes(2 * len(self._ids) * DIM * 4))
         self._file.flush()
+        os.fsync(self._file.fileno())  # else it cannot be taken out of the page cache
 
     def __call__(self) -> float:
         begins = range(0, len(self._ids), _FLOOR_ROWS)
         _settle_memory(len(self._ids) * RECORD_BYTES)
+        if self._cold:
+            _forget(self._file.fileno())
         return stopwatch(lambda: run_all(self._load, begins))
 
     def _load(self, begin: int) -> None:

@@ -97,15 +97,21 @@ def scatter_rows(addresses, firsts, ids, values, row_bytes, positions):
     row ids[p], for each p of ``positions``, or every p without any. ids ascend and lie within the numbering:
     the caller's duty.
     """
-    for f in range(addresses.shape[0]):
+    f = 0
+    while f < addresses.shape[0]:
         if not are_lines(addresses[f], row_bytes[f]):
             _scatter_bytes(addresses[f], firsts, ids, values[f], row_bytes[f], positions)
-        elif positions.shape[0]:
-            _scatter_some_lines(addresses[f], firsts, ids, values[f], row_bytes[f], positions)
-        elif row_bytes[f] == LINE:
-            _scatter_lines(addresses[f], firsts, ids, values[f], LINE)
+            f += 1
+            continue
+        together = 1
+        if f + 1 < addresses.shape[0] and row_bytes[f + 1] == row_bytes[f]:
+            together += are_lines(addresses[f + 1], row_bytes[f])
+        end = f + together
+        if row_bytes[f] == LINE:  # a constant makes loops shorter
+            _scatter_lines(addresses[f:end], firsts, ids, values[f:end], LINE, positions)
         else:
-            _scatter_lines(addresses[f], firsts, ids, values[f], row_bytes[f])
+            _scatter_lines(addresses[f:end], firsts, ids, values[f:end], row_bytes[f], positions)
+        f = end
     finish_streams()
 
 
@@ -118,30 +124,82 @@ def are_lines(addresses, row_bytes):
     return whole
 
 
-# Rows that lie anywhere are not in the caches, and writing whole lines they need not come there. A loop for
-# all rows and one for some: asking at each row which it is takes a fifth of the time.
+# Rows that lie anywhere are not in the caches, and writing whole lines they need not come there. Two fields
+# are written side by side, which takes three quarters of the time of one after the other. Loops have no more
+# in them than they must: each instruction leaves less room for writes that are under way.
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _scatter_lines(addresses, firsts, ids, values, row_bytes):
-    table = 0
-    for p in range(ids.shape[0]):
-        while ids[p] >= firsts[table + 1]:
-            table += 1
-        row = addresses[table] + (ids[p] - firsts[table]) * row_bytes
-        for offset in range(0, row_bytes, LINE):
-            stream_line(row + offset, values + p * row_bytes + offset)
+def _scatter_lines(addresses, firsts, ids, values, row_bytes, positions):
+    """``scatter_rows`` of one field, or of two with rows of one size, that are whole lines."""
+    some = positions.shape[0] > 0
+    count = positions.shape[0] if some else ids.shape[0]
+    begin = 0
+    for table in range(addresses.shape[1]):
+        end = _first_from(ids, positions, begin, count, firsts[table + 1])
+        if end > begin:
+            before = firsts[table] * row_bytes
+            to, also_to = addresses[0, table] - before, addresses[-1, table] - before
+            if some:
+                chosen = positions[begin:end]
+                if addresses.shape[0] == 2:
+                    _write_some_of_two(to, also_to, ids, values[0], values[1], chosen, row_bytes)
+                else:
+                    _write_some(to, ids, values[0], chosen, row_bytes)
+            else:
+                here, first = ids[begin:end], begin * row_bytes
+                if addresses.shape[0] == 2:
+                    _write_two(to, also_to, here, values[0] + first, values[1] + first, row_bytes)
+                else:
+                    _write(to, here, values[0] + first, row_bytes)
+        begin = end
 
 
 @njit(cache=True, nogil=True)
-def _scatter_some_lines(addresses, firsts, ids, values, row_bytes, positions):
-    table = 0
-    for p in positions:
-        while ids[p] >= firsts[table + 1]:
-            table += 1
-        row = addresses[table] + (ids[p] - firsts[table]) * row_bytes
+def _first_from(ids, positions, begin, count, limit):
+    """From ``begin`` on, the first of the ids, or of those at the positions, that is not below a limit."""
+    low, high = begin, count
+    while low < high:
+        middle = (low + high) // 2
+        if ids[positions[middle] if positions.shape[0] else middle] < limit:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _write(to, ids, values, row_bytes):
+    for p in range(ids.shape[0]):
+        row, at = to + ids[p] * row_bytes, values + p * row_bytes
         for offset in range(0, row_bytes, LINE):
-            stream_line(row + offset, values + p * row_bytes + offset)
+            stream_line(row + offset, at + offset)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _write_two(to, also_to, ids, values, other_values, row_bytes):
+    for p in range(ids.shape[0]):
+        row, at = ids[p] * row_bytes, p * row_bytes
+        for offset in range(0, row_bytes, LINE):
+            stream_line(to + row + offset, values + at + offset)
+            stream_line(also_to + row + offset, other_values + at + offset)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _write_some(to, ids, values, positions, row_bytes):
+    for p in positions:
+        row, at = to + ids[p] * row_bytes, values + p * row_bytes
+        for offset in range(0, row_bytes, LINE):
+            stream_line(row + offset, at + offset)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _write_some_of_two(to, also_to, ids, values, other_values, positions, row_bytes):
+    for p in positions:
+        row, at = ids[p] * row_bytes, p * row_bytes
+        for offset in range(0, row_bytes, LINE):
+            stream_line(to + row + offset, values + at + offset)
+            stream_line(also_to + row + offset, other_values + at + offset)
 
 
 @njit(cache=True, nogil=True)
