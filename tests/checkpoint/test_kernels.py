@@ -167,7 +167,9 @@ def at_line(table: NDArray[np.uint8], offset: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("offset", [0, 2])  # rows of whole cache lines take a way of their own
-@pytest.mark.parametrize("sizes", [[1], [8, 3], [16], [56, 64], [64, 72], [64, 64, 128], [264]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[1], [8, 3], [16], [56, 64], [64, 72], [64, 64, 128], [128, 128], [264]], ids=str
+)
 @pytest.mark.parametrize("tables", [[5], [0, 5], [3, 0, 0, 4, 0], [1, 1, 1], [40, 2, 100]])
 def test_rows_go_to_their_tables(sizes: list[int], tables: list[int], offset: int) -> None:
     random = np.random.default_rng(sizes[0])
