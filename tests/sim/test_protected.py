@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from holdfast.cluster import calls, lanes, membership, parity, protection, rebuilding, server, transaction
 from holdfast.cluster.messages import Peer
-from holdfast.cluster.plan import LaneOptions
+from holdfast.cluster.plan import LaneOptions, Resume
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate
 from holdfast.tables import changes
@@ -292,6 +292,43 @@ def test_a_worker_that_does_not_wait_loses_pushes(monkeypatch: pytest.MonkeyPatc
     """It has nothing left to do, and nobody notices that a server lacks what its predecessor did."""
     workers_start_too_early(monkeypatch)
     assert die_with_pushes_that_are_not_kept(1, 20).violations()
+
+
+def trained(slot: int | None) -> Cluster:
+    """A job with tables whose first values servers draw; one of them may die before anybody has pushed."""
+    plan = counting_plan(servers=3, workers=2, atomic=True, k=2, r=1)
+    drawn = replace(plan.groups[0], initial="uniform")
+    cluster = Cluster(replace(plan, groups=(drawn, *plan.groups[1:])), 1, 20)
+    network = cluster.network
+    if slot is not None:
+        assert network.run(lambda: cluster.supervisor.view.phase == "running", 60.0)
+        mine = cluster.servers[slot].protection
+        assert mine is not None
+        assert mine.batch == 0
+        cluster.kill("server", slot, noticed=True)
+    assert network.run(lambda: cluster.supervisor.view.phase == "stopping", 60.0)
+    network.run(lambda: False, 2.0)
+    assert cluster.supervisor.finished
+    return cluster
+
+
+@pytest.mark.parametrize("slot", range(3))
+def test_a_server_that_dies_before_its_first_batch_has_its_first_values(slot: int) -> None:
+    """What no lane has told of is known all the same: tables have values from the start."""
+    whole, died = trained(None), trained(slot)
+    for slot_of in range(3):
+        for mine, theirs in zip(whole.servers[slot_of].shards, died.servers[slot_of].shards, strict=True):
+            assert theirs.installed
+            assert (mine.records == theirs.records).all()
+    assert died.servers[slot].me.incarnation == 2
+
+
+def test_what_has_values_from_the_start() -> None:
+    plan = counting_plan(servers=3, workers=1, atomic=True, k=2, r=1)
+    drawn = replace(plan, groups=(replace(plan.groups[0], initial="uniform"), plan.groups[1]))
+    assert plan.first_installed == ()
+    assert drawn.first_installed == (0,)
+    assert replace(plan, resume=Resume(version=1, steps=0)).first_installed == (0, 1)
 
 
 @pytest.mark.parametrize("take_out", GUARDS, ids=lambda guard: guard.__name__)

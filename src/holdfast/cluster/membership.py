@@ -335,7 +335,8 @@ class Supervisor:
             return
         marks = tuple(min(of_one, key=lambda mark: mark.sequence) for of_one in zip(*others, strict=True))
         pushed = any(mark.sequence for mark in marks)  # which takes first values everywhere
-        self._settle_at(server, Instant(0, marks, tuple(range(len(self.plan.groups))) if pushed else ()))
+        installed = tuple(range(len(self.plan.groups))) if pushed else self.plan.first_installed
+        self._settle_at(server, Instant(0, marks, installed))
 
     def _settle_at(self, server: ServerMember, cut: Instant) -> None:
         self._change_server(server, cut=cut)

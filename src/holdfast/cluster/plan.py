@@ -141,6 +141,13 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
     """The configuration of the run, for the workers."""
 
     @cached_property
+    def first_installed(self) -> tuple[int, ...]:
+        """Groups whose rows have values before anybody pushes: those that draw them, and all of a job that
+        goes on from a version."""
+        resumed = self.resume is not None
+        return tuple(g for g, group in enumerate(self.groups) if resumed or group.initial == "uniform")
+
+    @cached_property
     def placement(self) -> Placement:
         """Where the tables' rows lie."""
         return Placement(self.servers, self.k, self.r, self.rings)

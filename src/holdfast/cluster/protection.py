@@ -346,7 +346,9 @@ class Protection:
             self._out[entry.slot] = OutLane(self.me, peer, self.batch, self.batch, now)
         if entry.slot in self._owners:
             # A server that started no later than its owner has all that the owner did.
-            before = msgspec.structs.replace(entry.cut, batch=0) if entry.cut is not None else Instant()
+            before = Instant(installed=self.plan.first_installed)
+            if entry.cut is not None:
+                before = msgspec.structs.replace(entry.cut, batch=0)
             self._in[entry.slot] = InLane(peer, entry.since >= since, before, before)
 
     def _post(self, target: Peer, message: Message) -> None:

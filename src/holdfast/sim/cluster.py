@@ -226,6 +226,7 @@ class SimWorker:
 
     def _first_values(self, group: int) -> tuple[Spread, Floats]:
         plan = self._plan.groups[group]
+        assert plan.initial == "installed", "a server lacks first values that it draws itself"
         return self._spread(group, np.arange(plan.rows)), np.zeros((plan.rows, plan.dim), np.float32)
 
 

@@ -321,3 +321,13 @@ def test_the_launcher_leaves_no_thread(launcher: LocalLauncher) -> None:
     launcher.warm("server")
     launcher.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("launcher")]
+
+
+def test_closing_does_not_wait_for_good_for_one_that_is_being_forked(tmp_path: Path) -> None:
+    """The template is dead, but somebody still has its end of the line: what was asked for never was."""
+    forks = "import os, time; time.sleep(3 if os.fork() == 0 else 60)"
+    with LocalLauncher(tmp_path, [sys.executable, "-c", forks]) as launcher:
+        launcher.warm("worker")
+        time.sleep(0.5)  # the template has forked, and says nothing
+    assert launcher.pids() == {}
+    launcher.close()

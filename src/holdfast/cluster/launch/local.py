@@ -78,14 +78,18 @@ class _Template:
                     self._asked.popleft().pid = int(answer)
                     self._since = time.monotonic()
                     continue
-            code = max(0, self._popen.wait())
-            for node in self._asked:
-                node.returncode = code or 1
-                with contextlib.suppress(OSError):
-                    node.log.write_bytes(self.log.read_bytes())
-            self._asked.clear()
+            self._leave_out()
         if self._asked and time.monotonic() > self._since + _FORK_SECONDS:
             self._popen.kill()
+
+    def _leave_out(self) -> None:
+        """It has ended, and those who have been asked for do not come."""
+        code = max(0, self._popen.wait())
+        for node in self._asked:
+            node.returncode = code or 1
+            with contextlib.suppress(OSError):
+                node.log.write_bytes(self.log.read_bytes())
+        self._asked.clear()
 
     @property
     def pid(self) -> int:
@@ -100,7 +104,8 @@ class _Template:
         """End it; its nodes stay, and ``look`` has told of all."""
         self._popen.kill()
         self._popen.wait()
-        self.look()
+        self.look(seconds=_TERM_SECONDS)
+        self._leave_out()  # one that is just being forked may hold the other end for longer
         self._socket.close()
         _remove_empty(self.log)
 
