@@ -40,3 +40,18 @@ def test_figures_cannot_take_the_place_of_the_logs_own(tmp_path: Path) -> None:
     with EventLog(tmp_path) as log, pytest.raises(ValueError, match=r"event one: seconds are the log's own"):
         log.emit("one", seconds=3.0)
     assert read_events(tmp_path) == []
+
+
+def test_a_full_disk_takes_no_event_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(tmp_path)
+    log.emit("one")
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(log, "_file", full)
+        log.emit("two")
+        log.emit("three")
+    assert [record.getMessage()[:33] for record in caplog.records] == ["the event two could not be logged"]
+    with open(tmp_path / "events.jsonl", "ab") as file:
+        file.write(b'{"time":3')
+    assert [event["event"] for event in read_events(tmp_path)] == ["one"]

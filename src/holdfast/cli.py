@@ -6,7 +6,6 @@ Exit codes: 0 done; 1 an error that a sentence on stderr explains; 2 wrong usage
 from __future__ import annotations
 
 import json as json_
-import os
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.markup import escape
 from holdfast import cli_planning
 from holdfast._version import __version__
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.recipe import find_own_modules
 
 app = typer.Typer(
     help="Keeps the training of recommendation models going when machines fail.",
@@ -72,7 +72,8 @@ def train(
             metavar="K+R",
             help="What keeps the job going when servers die: R parities in memory for every K rows, on "
             "servers of their own, so that any R servers may die; or [bold]replicate[/] (every row twice); "
-            "or [bold]none[/]. Needs K+R servers or more.",
+            "or [bold]partial[/] (lost rows go back to the last checkpoint); or [bold]none[/]. A code needs "
+            "K+R servers or more.",
         ),
     ] = None,
     kill: Annotated[
@@ -86,8 +87,7 @@ def train(
     # Importing torch takes seconds: only commands that need it do.
     from holdfast.training.config import load  # noqa: PLC0415
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where models and readers of the user's are, as with python -m
+    find_own_modules()
     job = {"servers": servers, "workers": workers, "kill": kill}
     overrides = [f"job.{key}={json_.dumps(value)}" for key, value in job.items() if value is not None]
     protection = [] if protect is None else [f"job.protection={json_.dumps(protect)}"]
@@ -153,6 +153,13 @@ def chaos(
     atomic: Annotated[
         bool, typer.Option(help="Whether a batch counts at all servers or at none (two phases).")
     ] = True,
+    dense: Annotated[
+        str,
+        typer.Option(
+            metavar="WHO",
+            help="Who has copies of the network: servers ([bold]replicate[/]) or [bold]workers[/], as ECRM.",
+        ),
+    ] = "replicate",
     beyond: Annotated[
         bool,
         typer.Option(
@@ -181,7 +188,7 @@ def chaos(
     from holdfast.chaos import session  # noqa: PLC0415
     from holdfast.chaos.run import ChaosOptions  # noqa: PLC0415
 
-    options = ChaosOptions(seed, minutes, servers, workers, protect, atomic, beyond, run)
+    options = ChaosOptions(seed, minutes, servers, workers, protect, atomic, dense, beyond, run)
     try:
         if simulated is None:
             good = session.run(options, json, Console()).good

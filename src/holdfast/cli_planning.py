@@ -9,6 +9,7 @@ import typer
 
 from holdfast.options import PRIORITIZED_FRACTION
 from holdfast.policy.protections import KINDS
+from holdfast.recipe import find_own_modules
 
 _MODEL, _CLUSTER, _SPEEDS, _WISHES = "The model", "The cluster", "Speeds", "Wishes"
 
@@ -99,6 +100,7 @@ def plan(
     force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
 ) -> None:  # fmt: skip
     """Say which protection fits a model and a cluster, and what each would cost."""
+    find_own_modules()
     from holdfast.policy import view  # noqa: PLC0415
     from holdfast.policy.planner import plan as make_plan  # noqa: PLC0415
     from holdfast.training.planning import Given, read_question, write_configuration  # noqa: PLC0415
@@ -157,6 +159,7 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:  # fmt: skip
     """Simulate months of training under failures, on clusters of any size, beside what plan expects."""
+    find_own_modules()
     from holdfast.policy.view import make_console, show_basis  # noqa: PLC0415
     from holdfast.sim import plots, scaling, view  # noqa: PLC0415
     from holdfast.training.planning import Given, Question, read_question  # noqa: PLC0415

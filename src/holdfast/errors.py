@@ -20,12 +20,14 @@
         ├── ObjectMissing    an object that is not there
         ├── AlreadyExists    an object that is there and must not be overwritten
         ├── StoreLocked      another writer holds the store
-        ├── StoreUnreachable the connection to the store is lost
+        ├── StoreUnreachable the connection to the store is lost, or no file can be opened
         └── UnsafeName       a name that could lead out of the store
 
 A message is one sentence that names the thing, what was expected, what was
 found, and the cure. Anything else that escapes is a bug in Holdfast.
 """
+
+from __future__ import annotations
 
 
 class HoldfastError(Exception):
@@ -79,6 +81,9 @@ class BadLine(DataError):
         self.line = line
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[BadLine], tuple[str, int, str]]:
+        return BadLine, (self.path, self.line, self.reason)  # else it could not come out of a process
+
 
 class WrongReaderState(DataError):
     """``load_state_dict`` got a state that another reader wrote, or came too late."""
@@ -129,9 +134,15 @@ class StoreLocked(StoreError):
         self.host = host
         self.pid = pid
 
+    def __reduce__(self) -> tuple[type[StoreLocked], tuple[str, str, int]]:
+        return StoreLocked, (str(self), self.host, self.pid)
+
 
 class StoreUnreachable(StoreError):
-    """The connection to a store is lost, also after retries: nothing is known of what it holds."""
+    """The connection to a store is lost, also after retries, or this process is out of handles or memory.
+
+    Nothing is known of what the store holds.
+    """
 
 
 class UnsafeName(StoreError):

@@ -7,12 +7,16 @@ file ends with the last event that happened.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import msgspec
+
+log = logging.getLogger("holdfast.events")
 
 
 class EventLog:
@@ -26,12 +30,17 @@ class EventLog:
     def __init__(self, folder: Path | None) -> None:
         self._started = time.monotonic()
         self._file: BinaryIO | None = None
+        self._failed = False
         if folder is not None:
             self._started -= _age(folder / "events.jsonl")
             self._file = open(folder / "events.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def emit(self, event: str, /, **figures: Any) -> None:
-        """Write one event with its figures: numbers, strings, lists, dicts; none of the names above."""
+        """Write one event with its figures: numbers, strings, lists, dicts; none of the names above.
+
+        What cannot be written, on a full disk say, is left out: training does not need it. A warning says so
+        once.
+        """
         if self._file is None:
             return
         seconds = time.monotonic() - self._started
@@ -39,7 +48,12 @@ class EventLog:
         if line.keys() & figures.keys():
             raise ValueError(f"event {event}: {', '.join(line.keys() & figures.keys())} are the log's own")
         line |= figures
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                log.warning("the event %s could not be logged, and others may not be: %s", event, error)
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
@@ -68,6 +82,9 @@ def _age(path: Path) -> float:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All events of a run, oldest first."""
-    lines = (folder / "events.jsonl").read_bytes().splitlines()
-    return [msgspec.json.decode(line) for line in lines]
+    """All events of a run, oldest first; a line of which a full disk took only a part is passed over."""
+    found = []
+    for line in (folder / "events.jsonl").read_bytes().splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line))
+    return found

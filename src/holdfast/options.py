@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -165,6 +165,8 @@ class AutoBits:
 
 
 Bits = Literal[2, 3, 4, 8, "auto"] | AutoBits | None
+_WISHES = [(type(wish), wish) for wish in (None, 2, 3, 4, 8, "auto")]
+"""With their types: 4.0 is equal to 4, but no number of bits."""
 PriorityName = Literal["mfu", "ssu", "scar"]
 PRIORITIES: tuple[PriorityName, ...] = ("mfu", "ssu", "scar")
 PRIORITIZED_FRACTION = 1 / 16
@@ -180,7 +182,8 @@ class Policy:
         every_steps: save in ``step()`` when this many steps have passed since the last save.
         every_seconds: or this many seconds; with neither, only ``save()`` saves.
         strategy: a name, or an option value such as ``Chunked(round_versions=4)``.
-        keep: keep the newest so many versions; None keeps all.
+        keep: keep the newest so many versions; None keeps all, or the newest alone if one of the next two is
+            given.
         keep_every: keep every version whose number this divides, too.
         keep_seconds: keep every version younger than this, too.
         when_busy: what a save does while the one before is still being written: "wait" for it, or
@@ -219,10 +222,17 @@ class Policy:
     fraction: float = PRIORITIZED_FRACTION
 
     def __post_init__(self) -> None:
-        if isinstance(self.strategy, str):
-            if self.strategy not in _BY_NAME:
-                raise ConfigError(f"strategy is {self.strategy!r}: expected one of {', '.join(_BY_NAME)}")
+        if isinstance(self.strategy, str) and self.strategy in _BY_NAME:
             object.__setattr__(self, "strategy", _BY_NAME[self.strategy])
+        kinds: dict[str, tuple[Any, str]] = {
+            "strategy": (Strategy, f"one of {', '.join(_BY_NAME)}, or a value such as Chunked()"),
+            "every_steps": (int | None, "a whole number or None"),
+            "keep": (int | None, "a whole number or None"),
+            "keep_every": (int | None, "a whole number or None"),
+        }
+        for name, (kind, said) in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: expected {said}")
         if self.when_busy not in ("wait", "skip"):
             raise ConfigError(f"when_busy is {self.when_busy!r}: expected 'wait' or 'skip'")
         _at_least("every_steps", self.every_steps, 1)
@@ -233,9 +243,9 @@ class Policy:
         _at_least("deletion_delay_seconds", self.deletion_delay_seconds, 0)
         wishes = self.quantize.values() if isinstance(self.quantize, Mapping) else [self.quantize]
         for wish in wishes:
-            if not (isinstance(wish, AutoBits) or wish in (None, 2, 3, 4, 8, "auto")):
+            if not (isinstance(wish, AutoBits) or (type(wish), wish) in _WISHES):
                 raise ConfigError(f"quantize is {wish!r}: expected 2, 3, 4, 8, 'auto', an AutoBits or None")
-        if self.quantize_state not in (None, 8, 16):
+        if (type(self.quantize_state), self.quantize_state) not in ((type(None), None), (int, 8), (int, 16)):
             raise ConfigError(f"quantize_state is {self.quantize_state!r}: expected 8, 16 or None")
         if not 0 < self.background_share <= 1:
             raise ConfigError(f"background_share is {self.background_share!r}: expected above 0, at most 1")

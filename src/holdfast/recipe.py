@@ -14,6 +14,7 @@ import inspect
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -164,3 +165,9 @@ def check_has(thing: object, names: Sequence[str], path: str, expected: str) -> 
         raise ConfigError(
             f"{path} gave a {type(thing).__name__} without {', '.join(missing)}: expected {expected}"
         )
+
+
+def find_own_modules() -> None:
+    """Let modules be imported from the folder that a command is started in, as with ``python -m``."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

@@ -152,6 +152,7 @@ def test_servers_with_other_bits_are_found(checker: Checker) -> None:
         ({"protect": "2-1"}, "such as 2.1"),
         ({"protect": "none"}, "expected a code"),
         ({"protect": "3+2"}, "needs 5 or more"),
+        ({"dense": "none"}, "dense is 'none'"),
         ({"protect": "3+4"}, "1 to 3 parities"),
         ({"minutes": 0}, "minutes are 0"),
         ({"minutes": float("nan")}, "minutes are nan"),
@@ -209,20 +210,57 @@ def test_copies_are_a_code_too() -> None:
     assert (code.k, code.r, code.atomic) == (1, 1, False)
 
 
+def test_a_network_that_has_begun_anew_is_found(
+    ran: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where workers have its only copies, more cannot be said of it."""
+    mine = Checker(plan_chaos(ChaosOptions(seed=1, dense="workers"), ran[0]))
+
+    def check(spoil: Callable[[GroupShard], None]) -> tuple[int, int]:
+        def restore_and_spoil(plan: Any, shards: Sequence[GroupShard], *where: Any) -> None:
+            restore_rows(plan, shards, *where)
+            spoil(shards[-1])
+
+        monkeypatch.setattr("holdfast.chaos.checker.restore_rows", restore_and_spoil)
+        mine.lost = mine.wrong = 0
+        mine.check_version()
+        return mine.lost, mine.wrong
+
+    def forget_state(network: GroupShard) -> None:
+        network.field("sum")[:] = 0
+
+    def begin_anew(network: GroupShard) -> None:
+        network.field("weight")[2] = 0
+
+    def spoil(network: GroupShard) -> None:
+        network.field("weight")[2, 7] = np.nan
+
+    assert check(forget_state) == (0, 0), "that may be"
+    assert check(begin_anew) == (0, 1)
+    assert check(spoil) == (0, 1)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("servers", "workers", "protect", "atomic"),
-    [(4, 2, "2+1", True), (3, 2, "2+1", False), (5, 2, "2+2", True), (2, 1, "replicate", False)],
+    ("servers", "workers", "protect", "atomic", "dense"),
+    [
+        (4, 2, "2+1", True, "replicate"),
+        (3, 2, "2+1", False, "replicate"),
+        (5, 2, "2+2", True, "replicate"),
+        (2, 1, "replicate", False, "replicate"),
+        (4, 2, "2+1", False, "workers"),
+    ],
 )
 def test_two_minutes(
-    tmp_path: Path, servers: int, workers: int, protect: str, atomic: bool, seed: int
+    tmp_path: Path, servers: int, workers: int, protect: str, atomic: bool, dense: str, seed: int
 ) -> None:
-    options = ChaosOptions(seed, 2.0, servers, workers, protect, atomic, run=str(tmp_path / "r"))
+    options = ChaosOptions(seed, 2.0, servers, workers, protect, atomic, dense, run=str(tmp_path / "r"))
     result = run_chaos(options)
     assert result.good, result.problems
     assert result.recoveries > 3
+    assert dense == "workers" or not result.data_losses
     check_covered(tmp_path / "r" / "job-1", options.code.r)
 
 

@@ -68,7 +68,7 @@ def work(root: Path, policy: hf.Policy, journal: Journal) -> None:
                 line.writer.catalog.delete_versions(versions[:1])
                 versions = versions[1:]
             if process == 0:  # what a writer leaves that dies before it publishes
-                store.put("chunks/00000099-0000-increment-orphan.safetensors", [b"orphan"])
+                store.put("chunks/00000099-0000-increment-000000000000.safetensors", [b"orphan"])
             line.writer.close()
     assert len(versions) == KEEP + 1
 

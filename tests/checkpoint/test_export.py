@@ -168,6 +168,15 @@ def test_a_delta_with_all_fields(tmp_path: Path, store: Store) -> None:
     assert same_bits(tensors["values/tables.1.weight/optim0.sum"], sums[ids])
 
 
+def test_a_delta_of_an_optimizer_is_refused(tmp_path: Path, store: Store) -> None:
+    """Its rows are not listed as a module's are: they would be missing."""
+    train(tmp_path / "store", hf.Full(), steps=2)
+    out = tmp_path / "d.safetensors"
+    with pytest.raises(hf.ConfigError, match=r"state\.\d+\.sum of this object is .*--all-fields"):
+        export_delta(store, 1, None, out, object_name="optim0")
+    assert not out.exists()
+
+
 class Tied(nn.Module):
     def __init__(self, rows: int = 20) -> None:
         super().__init__()
@@ -234,6 +243,13 @@ def test_which_object(tmp_path: Path, store: Store) -> None:
         export_as(store, None, tmp_path / "y", "delta")
     with pytest.raises(hf.ConfigError, match="for --format delta"):
         export_as(store, None, tmp_path / "y", "dcp", since=1)
+
+
+@pytest.mark.parametrize("name", ["ä" * 120, "日" * 80, "x" * 250])
+def test_long_names(tmp_path: Path, store: Store, name: str) -> None:
+    train(tmp_path / "store", hf.Full(), steps=2)
+    export_model(store, None, tmp_path / name)
+    assert load_file(tmp_path / name)
 
 
 def test_files_are_not_overwritten_unasked(tmp_path: Path, store: Store) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def begin(root: Path, policy: Policy) -> None:
             line.train()
             line.save()
             line.writer.wait()
-        store.put("chunks/00000099-orphan", [b"orphan"])
+        store.put("chunks/00000099-0000-live-000000000000.safetensors", [b"orphan"])
 
 
 def go_on(root: Path, policy: Policy, files: Faulty) -> tuple[set[int], int]:
@@ -194,3 +194,33 @@ def test_a_disk_that_stays_full(tmp_path: Path) -> None:
         assert files.fired == 5
         manifest = check_store(store)
         assert manifest.versions[-1].step == line.step == 9
+
+
+def test_rounds_that_fail_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second file of every round fails: the first goes at once, not with the next writer."""
+    real = LocalStore.put
+    written: list[str] = []
+
+    def put(store: LocalStore, name: str, parts: Sequence[Any]) -> int:
+        if "-live-" in name or "-history-" in name:
+            written.append(name)
+            if len(written) % 2 == 0:
+                raise StoreError("no space left")
+        return real(store, name, parts)
+
+    with LocalStore(tmp_path, create=True, files=QuickFiles()) as store, store.lock_writer():
+        line = Lineage(store, Policy(strategy=ROUNDS, keep=3))
+        monkeypatch.setattr(LocalStore, "put", put)
+        failures = 0
+        for _ in range(12):
+            line.train()
+            line.save()
+            try:
+                line.writer.wait()
+            except SaveFailed as error:
+                failures += "could not be rearranged" in str(error)
+                check_no_leftovers(line)
+        assert failures >= 3
+        monkeypatch.undo()
+        line.writer.close()
+        check_store(store)

@@ -23,6 +23,7 @@ from holdfast.checkpoint.manifest import (
     read_newest,
     without_unneeded_files,
 )
+from holdfast.checkpoint.quantize import UniformCodec
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import CorruptCheckpoint, ObjectMissing
 
@@ -150,6 +151,15 @@ def test_another_format() -> None:
         decode(changed(format=2), "here")
 
 
+CODED: dict[str, Any] = {"fields": [["w", "F32", 4, UniformCodec(8, 32).to_json()]], "tables": [["a", 1]]}
+RAW: dict[str, Any] = {"fields": [["w", "F32", 4]], "tables": [["a", 1]], "raw_rows_of": 0}
+
+
+def test_groups_of_raw_rows() -> None:
+    groups = Era(1, "Chunked", [CODED, RAW], []).decoded_groups()
+    assert [g.raw_rows_of for g in groups] == [None, 0]
+
+
 @pytest.mark.parametrize(
     "groups",
     [
@@ -169,6 +179,16 @@ def test_another_format() -> None:
         [{"fields": [["w", "F32", 4]], "tables": [["a", 2**47], ["b", 2**47]]}],
         [{"fields": [["w", "F32", 4]], "tables": [["a", 1], ["a", 1]]}],
         [{"fields": [["w", "F32", 4]], "tables": [["a", 1]]}] * 2,
+        [{"fields": [["w", "F32", 4], ["w", "F32", 4]], "tables": [["a", 1]]}],
+        [{"fields": [["w", "F32", 4], ["w", "F16", 4]], "tables": [["a", 1]]}],
+        # Rows that are kept raw: not last, coded like their group, of another width, of raw ones.
+        [CODED, RAW, {"fields": [["w", "F32", 4]], "tables": [["b", 1]]}],
+        [CODED, CODED | {"raw_rows_of": 0}],
+        [CODED, RAW | {"fields": [["w", "F32", 8]]}],
+        [CODED, RAW | {"tables": [["a", 2]]}],
+        [CODED, RAW, RAW | {"raw_rows_of": 1}],
+        [CODED, RAW | {"raw_rows_of": -1}],
+        [RAW],
     ],
     ids=lambda groups: str(groups)[:70],
 )

@@ -181,8 +181,8 @@ def test_damaged_manifests_are_complained_about(tmp_path: Path, store: Store) ->
 @pytest.mark.parametrize("strategy", STRATEGIES[::2], ids=str)
 def test_garbage(tmp_path: Path, store: Store, strategy: Any) -> None:
     digests = train(tmp_path, strategy)
-    store.put("chunks/00000099-left.safetensors", [b"x" * 1000])
-    assert leftover_files(store) == {"chunks/00000099-left.safetensors": 1000}
+    store.put("chunks/00000099-0000-live-000000000000.safetensors", [b"x" * 1000])
+    assert leftover_files(store) == {"chunks/00000099-0000-live-000000000000.safetensors": 1000}
     before = stored_files(store)
     policy = hf.Policy(keep=2, keep_every=4)
     plan = collect_garbage(store, policy, dry_run=True)
@@ -240,10 +240,10 @@ def test_garbage_goes_though_a_history_is_damaged(tmp_path: Path, store: Store) 
 
 def test_without_options_only_what_nobody_needs(tmp_path: Path, store: Store) -> None:
     train(tmp_path)
-    store.put("dense/left.safetensors", [b"x"])
+    store.put("dense/00000099-000000000000.safetensors", [b"x"])
     assert collect_garbage(store, hf.Policy()).deleted_versions == ()
     assert set(stored_files(store)) >= manifests.read_newest(store).file_names()
-    assert not (tmp_path / "dense/left.safetensors").exists()
+    assert not (tmp_path / "dense/00000099-000000000000.safetensors").exists()
     again = collect_garbage(store, hf.Policy())
     assert (again.deleted_files, again.freed_bytes) == ((), 0)
 

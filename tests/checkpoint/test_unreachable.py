@@ -103,8 +103,15 @@ def test_a_file_that_cannot_be_read_is_damage(
 
 @pytest.mark.parametrize(
     ("code", "lists"),
-    [(errno.EHOSTUNREACH, True), (errno.ENOTCONN, True), (errno.EIO, False), (errno.EACCES, False)],
-    ids=["no way to it", "not connected", "nothing can be read", "no permission"],
+    [
+        pytest.param(errno.EHOSTUNREACH, True, id="no way to it"),
+        pytest.param(errno.ENOTCONN, True, id="not connected"),
+        pytest.param(errno.EIO, False, id="nothing can be read"),
+        pytest.param(errno.EACCES, False, id="no permission"),
+        pytest.param(errno.EMFILE, True, id="too many open files"),
+        pytest.param(errno.ENFILE, True, id="too many open files in all"),
+        pytest.param(errno.ENOMEM, True, id="no memory"),
+    ],
 )
 @pytest.mark.parametrize("operation", ["open_read", "preadv"])
 @pytest.mark.parametrize("bad", ["chunks/00000005-", "dense/00000005-", "manifests/"])

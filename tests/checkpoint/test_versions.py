@@ -18,6 +18,7 @@ from holdfast.checkpoint.records import Field, Rows, make_groups
 from holdfast.checkpoint.restore import MOST_OPEN, open_version
 from holdfast.checkpoint.shard import Shard
 from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.store.local import LocalReader
 from holdfast.checkpoint.strategies import rounds
 from holdfast.options import Chunked, Differential, Full, Incremental, Policy
 
@@ -81,7 +82,7 @@ class Trainer:
             Rows(ids, tuple(f[ids] for f in fields)) for ids, fields in zip(wanted, self.state, strict=True)
         ]
         change = self.shard.write(self.store, number, enumerate(snapshot), baseline=baseline)
-        dense = f"dense/{number:08}.safetensors"
+        dense = f"dense/{number:08}-{'f' * 12}.safetensors"
         self.store.put(dense, [b"dense"])
         version = Version(
             version=number, era=self.era, step=number, time=0.0, baseline=baseline, rows=change.rows,
@@ -205,3 +206,13 @@ def test_versions_of_more_files_than_may_be_open(tmp_path: Path) -> None:
         assert same(restored(trainer.store, newest), trainer.remembered[newest])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_may_open_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(open_store(tmp_path, create=True), Policy(strategy=Incremental()), 5)
+    for _ in range(12):
+        trainer.save(trainer.train())
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
+    with open_version(trainer.store) as reader:
+        assert sum(isinstance(file.reader, LocalReader) for file in reader.files) == 4
+    assert same(restored(trainer.store, 12), trainer.remembered[12])

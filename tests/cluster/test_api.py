@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import torch
 
 import holdfast as hf
 from holdfast import options as hf_options
+from holdfast.cluster import api
 from holdfast.cluster.calls import spread_by
 from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.planning import plan_job
@@ -154,7 +156,9 @@ def test_what_a_model_by_import_path_lacks_is_said_at_once(tmp_path: Path) -> No
     ("arguments", "message"),
     [
         ({"bind": "tcp://192.168.0.1"}, "without keys anybody who can reach it could read"),
-        ({"bind": "192.168.0.1"}, "is no address"),
+        ({"bind": "192.168.0.1"}, r"is no address: expected one like tcp://127\.0\.0\.1$"),
+        ({"bind": "tcp://127.0.0.1:4000"}, r"all of a job's listen on it: expected one without a port"),
+        ({"bind": "ipc:///tmp/job"}, r"all of a job's listen on it: expected one without a port"),
         ({"keys": "nowhere"}, "nowhere/secret.key cannot be read"),
     ],
 )
@@ -164,6 +168,39 @@ def test_what_is_not_safe_is_refused_before_a_process_starts(
     with pytest.raises(ConfigError, match=message):
         hf.Job(network(), reader(), run=tmp_path / "r", **arguments).run()
     assert not (tmp_path / "r" / "logs").exists()
+
+
+@pytest.mark.parametrize(("locked", "most"), [(3, 60.0), (10**6, 0.05)])
+def test_a_job_that_lost_data_waits_for_the_lease_of_a_dead_supervisor(
+    monkeypatch: pytest.MonkeyPatch, locked: int, most: float
+) -> None:
+    """And not for ever: another writer may be at work."""
+    job = hf.Job(network(), reader(), servers=1, workers=1)
+    tried: list[Config] = []
+
+    def plan_job(config: Config) -> Any:
+        tried.append(config)
+        if len(tried) <= locked:
+            raise hf.StoreLocked("s3://a is being written", "here", 7)
+        return "a plan"
+
+    monkeypatch.setattr(api, "plan_job", plan_job)
+    monkeypatch.setattr(api, "_LOCKED_SECONDS", most)
+    monkeypatch.setattr(api, "_LOCKED_AGAIN_SECONDS", 0.01)
+    said: list[str] = []
+    runner: Any = SimpleNamespace(say=lambda event, **figures: said.append(event))
+    if locked == 3:
+        plan: Any = api._plan_again(job.config, runner, lambda: False)
+        assert plan == "a plan"
+        assert len(tried) == 4
+    else:
+        with pytest.raises(hf.StoreLocked):
+            api._plan_again(job.config, runner, lambda: False)
+        before = len(tried)
+        with pytest.raises(hf.StoreLocked):
+            api._plan_again(job.config, runner, lambda: True)
+        assert len(tried) == before + 1, "nobody wants it to wait"
+    assert said == ["store_locked"]
 
 
 def gone(pid: int) -> bool:

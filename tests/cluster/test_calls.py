@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster.calls import Calls, Spread
+from holdfast.cluster.calls import Calls, Spread, empty_spread
 from holdfast.cluster.messages import (
     Commit,
     Install,
+    Instant,
+    Lacks,
     Message,
+    Part,
     Peer,
     Position,
     Pull,
@@ -21,9 +24,11 @@ from holdfast.cluster.messages import (
     View,
     ViewNumber,
     WorkerInView,
+    WorkerMark,
 )
+from holdfast.cluster.plan import Resume
 from holdfast.cluster.steps import Item, Worker
-from holdfast.cluster.transport.base import Envelope, Frame
+from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.sim.cluster import counting_plan
 
 
@@ -88,32 +93,59 @@ def test_a_push_that_only_some_servers_have_applied_before_is_committed(order: t
     assert second.done, "all of them know this one"
 
 
-def test_a_server_that_lost_the_network_gets_what_was_used_last() -> None:
-    plan = replace(counting_plan(servers=1, workers=2, atomic=False), dense="workers")
-    spread = Spread(np.zeros(1, np.uint32), np.array([0, 1]))
-    first, newest = np.zeros((1, 1), np.float32), np.full((1, 1), 7.0, np.float32)
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, resumed: bool) -> None:
+    resume = Resume(version=3, steps=90) if resumed else None
+    plan = replace(counting_plan(servers=2, workers=2, atomic=False), dense="workers", resume=resume)
+    spread = Spread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
+    first, newest = np.zeros((2, 1), np.float32), np.full((2, 1), 7.0, np.float32)
     calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, first))
     calls.tick(10.0)
-    calls.adopt([ServerInView(0, 1, "there", starts=True)])
-    call = calls.pull([spread, spread], 10.0)
+    calls.adopt([ServerInView(slot, 1, "there", starts=True) for slot in range(2)])
 
-    def lacks(incarnation: int, now: float) -> list[Frame]:
+    def answers(message: Message) -> list[tuple[int, float | None]]:
+        """What a server is sent that lacks it: how many parts, and the weight."""
         calls.outbox.clear()
-        missing = Rows(call.request, (), not_installed=(1,))
-        calls.receive(Envelope(Peer("server", 0, incarnation), calls.me, missing), now)
-        (frames,) = [e.frames for e in calls.outbox if isinstance(e.message, Install)] or [[]]
-        return list(frames)
+        incarnation = calls._servers[1].incarnation
+        calls.receive(Envelope(Peer("server", 1, incarnation), calls.me, message), 10.0)
+        sent = [(e.message, e.frames) for e in calls.outbox if isinstance(e.message, Install)]
+        return [(len(m.parts), as_array(f[1], np.float32, (1, 1)).item() if f else None) for m, f in sent]
 
-    assert lacks(1, 10.0)[1] == first, "the job begins"
-    calls.adopt([ServerInView(0, 2, "elsewhere", starts=True)])
-    assert lacks(2, 10.1) == [], "another worker has newer ones"
-    assert calls.outbox == [], "and is not asked for at once"
-    calls.used = spread, newest
-    assert lacks(2, 10.2)[1] == newest
-    calls.used = None
-    for tenth in range(3, 3 + round(10 * plan.timing.stuck_seconds)):
-        calls.tick(10.0 + tenth / 10)
-    assert lacks(2, 10.3 + plan.timing.stuck_seconds)[1] == first, "nobody has: better than to wait for ever"
+    call = calls.pull([spread, spread], 10.0)
+    asked = Rows(call.request, (), not_installed=(1,))
+    assert answers(asked) == [(1, 0.0)], "the job begins"
+    cut = Instant(1, (WorkerMark(0), WorkerMark(1, 1, int(pushed))), (0,))
+    calls.adopt([ServerInView(1, 2, "elsewhere", starts=True, cut=cut)])
+    lacks = Lacks((1,))
+    if not (pushed or resumed):
+        assert answers(asked) == answers(lacks) == [(1, 0.0)], "nothing has been learned yet"
+        return
+    assert answers(asked) == [], "another worker may have newer ones"
+    assert answers(lacks) == [(0, None)], "this one has none"
+    calls.network = spread, newest
+    assert answers(asked) == answers(lacks) == [(1, 7.0)]
+    calls.outbox.clear()
+    calls.adopt([ServerInView(1, 3, "elsewhere", starts=True, cut=cut)])
+    assert sum(isinstance(e.message, Install) for e in calls.outbox) == 1, "not only when it asks"
+
+
+def test_part_of_a_network_that_is_still_being_pulled_is_known() -> None:
+    plan = replace(counting_plan(servers=2, workers=1, atomic=False), dense="workers")
+    spread = Spread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
+    calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, np.zeros((2, 2), np.float32)))
+    calls.adopt([ServerInView(slot, 1, "there", starts=True) for slot in range(2)])
+    call = calls.pull([empty_spread(2), spread], 10.0)
+    weights = np.full((1, 2), 5.0, np.float32)
+    for server in range(2):
+        assert calls._known_network(server) is None
+        envelope = Envelope(Peer("server", server, 1), calls.me, Rows(call.request, (Part(1, 1),)), [weights])
+        calls.receive(envelope, 10.0)
+        known = calls._known_network(server)
+        assert known is not None
+        assert known[1][server].tolist() == [5.0, 5.0]
+        assert (calls.network is None) == (server == 0)
+        calls.network = None
 
 
 def test_nothing_waits_for_the_answers_to_a_commit() -> None:

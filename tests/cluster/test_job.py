@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from holdfast.cluster.job import Launcher
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.messages import Peer, View, ViewNumber, WorkerInView
+from holdfast.cluster.messages import Peer, Status, View, ViewNumber, WorkerInView
 from holdfast.cluster.transport.base import Envelope
+from holdfast.errors import JobFailed
 from tests.cluster.launch.test_local import COMMAND, PATHS, assignment
 
 
@@ -32,3 +35,31 @@ def test_spares_wait_for_whoever_dies_next(tmp_path: Path) -> None:
         assert engine.pids()[Peer("worker", 0, 2)] == spare
         assert spares(208.0, worker=3, epoch=6) == [1, 0]
         assert spares(213.0, worker=3, epoch=7) == [1, 1]
+
+
+class Ended:
+    """An engine whose supervisor has ended."""
+
+    def __init__(self) -> None:
+        self.left = [(Peer("supervisor"), -9)]
+
+    def exited(self) -> list[tuple[Peer, int]]:
+        found, self.left = self.left, []
+        return found
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_supervisor_that_dies_before_it_has_said_how_the_job_ended(told: bool) -> None:
+    """Its last words may still be on their way; without them nobody would ever hear of the end."""
+    launcher = Launcher(Ended(), assignment())  # type: ignore[arg-type]
+    supervisor = Peer("supervisor")
+    launcher.receive(Envelope(supervisor, launcher.me, View(ViewNumber(1), "stopping")), 0.0)
+    launcher.receive(Envelope(supervisor, launcher.me, Status("stopping", 5, 5, ())), 0.0)
+    launcher.tick(1.0)
+    launcher.tick(2.0)
+    if told:
+        launcher.receive(Envelope(supervisor, launcher.me, Status("stopping", 5, 5, (), finished=True)), 2.5)
+        launcher.tick(10.0)
+    else:
+        with pytest.raises(JobFailed, match="while the job was ending"):
+            launcher.tick(3.5)

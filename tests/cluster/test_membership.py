@@ -204,6 +204,23 @@ def test_a_beat_that_comes_late_does_not_take_rows_away() -> None:
     assert not script.machine.may_cut()
 
 
+@pytest.mark.parametrize(
+    ("lacks", "replaced"),
+    [
+        (Redundancy(rows=8), False),
+        (Redundancy(rows=2, not_installed=2), True),
+        (Redundancy(recovered=8), True),
+    ],
+)
+def test_a_worker_may_wait_for_rows_that_are_being_recovered(lacks: Redundancy, replaced: bool) -> None:
+    """If they come from itself, it cannot be reached."""
+    script = Script(r=1).started()
+    replaced_server(script)
+    script.beat("server", 1, incarnation=2, redundancy=lacks)
+    script.beat("worker", 1, "working", stuck_on=(1,))
+    assert script.machine.view.workers[1].incarnation == 1 + replaced
+
+
 def test_a_supervisor_that_comes_back_makes_no_cut_without_rows() -> None:
     first = Script(r=1).started()
     replaced_server(first)
@@ -310,6 +327,28 @@ def test_the_job_ends_with_a_test() -> None:
     script.beat("worker", 0, "done", tested=Evaluation(1, 0.7, 0.4, 10))
     assert script.machine.finished
     assert [t.auc for t in script.machine.tests] == [0.7]
+
+
+def test_a_supervisor_that_comes_back_asks_for_tests_that_nobody_has_made() -> None:
+    """The worker remembers those that it made for the one before, and does no number twice."""
+    first = Script(test_every=3).started()
+    first.servers(4, 4)
+    first.beat("worker", 0, "working", tested=Evaluation(1, 0.7, 0.4, 10))
+    first.servers(8, 8)
+    old = Evaluation(first.worker.test, 0.8, 0.4, 10)
+    assert [test.number for test in first.machine.tests] == [1]
+    assert old.number == 2
+    second = Script(first.storage, test_every=3)
+    for _ in range(3):
+        second.servers(9, 9)
+    for slot in range(WORKERS):
+        second.beat("worker", slot, "done", tested=old)
+    assert second.worker.test > old.number
+    second.beat("worker", 0, "done", tested=old)
+    assert second.phase == "running"
+    second.beat("worker", 0, "done", tested=msgspec.structs.replace(old, number=second.worker.test, auc=0.9))
+    assert second.machine.finished
+    assert [(test.auc, test.step) for test in second.machine.tests] == [(0.9, 9)]
 
 
 def test_malformed_beats_are_ignored() -> None:

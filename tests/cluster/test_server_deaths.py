@@ -126,17 +126,28 @@ def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
     assert records[0] == records[1] != ""
 
 
-def test_more_deaths_than_the_code_covers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("protection", "dead", "says"),
+    [
+        ("", ("server:1", "server:2", "server:3"), r"more servers have died than a code of 2 \+ 1 covers"),
+        (", atomic: false, dense: workers", ("server:1", "worker:0"), "rows of the network .* only workers"),
+    ],
+    ids=["servers", "the network's last copy"],
+)
+def test_more_deaths_than_the_code_covers(
+    tmp_path: Path, protection: str, dead: tuple[str, ...], says: str
+) -> None:
     """Hole 17: said, never guessed; with a checkpoint the job goes back to it, and batches count once."""
     batches = 300
     settings = [
         *COUNTING,
         f"data.arguments={{batches: {batches}}}",
         "job.servers=4",
-        "job.protection={kind: erasure-code, k: 2, r: 1}",
-        "job.kill=['server:1@step:90', 'server:2@step:90', 'server:3@step:90']",
+        f"job.workers={1 if protection else 2}",
+        f"job.protection={{kind: erasure-code, k: 2, r: 1{protection}}}",
+        f"job.kill={[f'{one}@step:90' for one in dead]}",
     ]
-    with pytest.raises(hf.DataLoss, match=r"more servers have died than a code of 2 \+ 1 covers"):
+    with pytest.raises(hf.DataLoss, match=says):
         hf.Job.from_config(load(None, [*settings, f"run={tmp_path / 'one'}"])).run()
     saved = [*settings, f"checkpoint.path={tmp_path / 'store'}", "checkpoint.every_steps=40"]
     save_a_version(saved, 50, tmp_path / "first")

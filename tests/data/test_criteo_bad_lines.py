@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from pathlib import Path
@@ -241,3 +242,9 @@ def test_a_line_without_end_is_refused_early(tmp_path: Path) -> None:
     error = failure(criteo(path, 1))
     assert error.line == 2
     assert "longer than 6000 bytes" in error.reason
+
+
+def test_it_comes_out_of_another_process() -> None:
+    error = BadLine("day_0", 17, "has 3 fields")
+    again = copy.copy(error)  # by the way that processes send it
+    assert (str(again), again.line) == (str(error), 17)

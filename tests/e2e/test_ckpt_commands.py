@@ -135,7 +135,7 @@ def test_a_damaged_chunk(folder: Path, quick: Command) -> None:
 
 
 def test_leftovers_are_named_and_freed(folder: Path, quick: Command) -> None:
-    left = folder / "store" / "chunks" / "00000099-0000-increment-abc.safetensors"
+    left = folder / "store" / "chunks" / "00000099-0000-increment-0123456789ab.safetensors"
     left.write_bytes(b"x" * 5000)
     done = quick("verify", "store", cwd=folder)
     assert done.returncode == 0

@@ -63,7 +63,7 @@ def test_the_target_pls_follows_from_the_tolerated_loss() -> None:
     assert measured.pls == pytest.approx(0.01, rel=0.01)
     assert named(CLUSTER, "partial", Wishes(target_pls=0.02)).pls == pytest.approx(0.02, rel=0.01)
     alone = named(replace(CLUSTER, servers=1), "partial")
-    assert alone.objection is None
+    assert alone.objection == "of one server nothing would be left"
     assert alone.auc_loss <= 1e-4
     generous = named(replace(CLUSTER, tolerated_auc_loss=1.0, hours=5000.0), "partial")
     assert generous.pls == pytest.approx(0.1, rel=0.01)
@@ -195,6 +195,26 @@ def test_the_configuration_has_the_keys_of_a_job() -> None:
     assert "protection" not in settings["chunked"]["job"]
     for kind in KINDS:
         assert ("checkpoint" in settings[kind]) == (kind != "none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_keeps_nothing_that_was_planned_anew(kind: str) -> None:
+    base = {
+        "job": {"protection": {"kind": "erasure-code", "k": 7}},
+        "checkpoint": {"every_steps": 20, "quantize": 4, "prioritize": "mfu", "options": {"a": 1}},
+    }
+    found = configuration(named(CLUSTER, kind), servers=10, workers=3, path="p", base=base)
+    fresh = configuration(named(CLUSTER, kind), servers=10, workers=3, path="p")
+    assert found["job"] == fresh["job"]
+    if kind == "none":
+        assert "checkpoint" not in found
+    else:
+        assert found["checkpoint"] == {"options": {"a": 1}, **fresh["checkpoint"]}
+
+
+def test_one_server_has_nothing_to_go_back_by_itself() -> None:
+    alone = plan(replace(CLUSTER, servers=1))
+    assert alone.best.kind != "partial"
 
 
 def test_a_configuration_keeps_what_it_is_based_on() -> None:

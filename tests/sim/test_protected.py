@@ -11,13 +11,15 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.cluster import calls, lanes, membership, parity, protection, rebuilding, server, transaction
-from holdfast.cluster.messages import Peer
+from holdfast.cluster.messages import Change, Peer
 from holdfast.cluster.plan import LaneOptions, Resume
+from holdfast.cluster.transport.memory import Weather
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate
 from holdfast.tables import changes
 
 SEEDS = range(64)
+WEATHER = Weather(loss=0.02, duplication=0.05, delay_seconds=0.003)
 
 
 def test_nothing_is_lost_whatever_fails() -> None:
@@ -36,6 +38,54 @@ def test_shapes_of_jobs_differ() -> None:
     assert {(p.k, p.r) for p in plans} == {(2, 1), (4, 1), (1, 1), (2, 2), (3, 1), (3, 2), (1, 2), (2, 3)}
     assert {p.servers - p.k - p.r for p in plans} == {0, 1, 3}
     assert {p.atomic for p in plans} == {True, False}
+
+
+def run_split(monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]) -> list[str]:
+    """What goes wrong if messages to parity servers may have only a few bytes."""
+    sent: list[int] = []
+    send = lanes.OutLane.send
+
+    def measured(self: Any, message: Any, frames: Any, *times: float) -> Any:
+        if isinstance(message, Change) and message.more:
+            sent.append(sum(frame.nbytes for frame in frames))
+        return send(self, message, frames, *times)
+
+    monkeypatch.setattr(lanes.OutLane, "send", measured)
+    wrong = []
+    for seed in seeds:
+        plan = protected_plan_of(seed)
+        plan = replace(plan, lanes=replace(plan.lanes, most_bytes=24))
+        outcome = simulate(seed, cluster=Cluster(plan, seed, 60, WEATHER), faults=16)
+        wrong += outcome.violations
+    assert len(sent) > 100
+    assert max(sent) <= 24
+    return wrong
+
+
+def test_batches_that_are_too_large_for_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_split(monkeypatch, range(8)) == []
+
+
+def test_parity_servers_are_told_when_many_bytes_have_changed() -> None:
+    """However few pushes that takes, and however little time."""
+    options = LaneOptions(pushes=1000, seconds=1000.0, idle_seconds=1000.0, window=1000, most_bytes=24)
+    plan = counting_plan(servers=3, workers=1, atomic=False, k=2, r=1, lanes=options)
+    cluster = Cluster(plan, 1, 100)
+    assert cluster.network.run(lambda: cluster.supervisor.steps() >= 60, 60)
+    told = [server.protection for server in cluster.servers.values() if server.protection is not None]
+    assert len(told) == 3
+    assert all(protection.stable > 5 for protection in told)
+
+
+def test_parts_of_a_batch_must_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard is taken out: each message is a batch by itself."""
+
+    def each(self: Any, source: Peer, message: Any, frames: Any) -> None:
+        take(self, source, replace(message, more=False) if isinstance(message, Change) else message, frames)
+
+    take = protection.Protection.take
+    monkeypatch.setattr(protection.Protection, "take", each)
+    assert run_split(monkeypatch, range(8)) != []
 
 
 def first_caught(seeds: Sequence[int]) -> int | None:
@@ -294,17 +344,21 @@ def test_a_worker_that_does_not_wait_loses_pushes(monkeypatch: pytest.MonkeyPatc
     assert die_with_pushes_that_are_not_kept(1, 20).violations()
 
 
-def trained(slot: int | None) -> Cluster:
-    """A job with tables whose first values servers draw; one of them may die before anybody has pushed."""
+def trained(slot: int | None, *, installed: bool = False) -> Cluster:
+    """A job with tables whose first values servers draw; one of them may die before anybody has pushed, or
+    when it alone has got the network's first values."""
     plan = counting_plan(servers=3, workers=2, atomic=True, k=2, r=1)
     drawn = replace(plan.groups[0], initial="uniform")
     cluster = Cluster(replace(plan, groups=(drawn, *plan.groups[1:])), 1, 20)
     network = cluster.network
     if slot is not None:
-        assert network.run(lambda: cluster.supervisor.view.phase == "running", 60.0)
+        network_of = cluster.servers[slot].shards[-1]
+        assert network.run(
+            lambda: network_of.installed if installed else cluster.supervisor.view.phase == "running", 60.0
+        )
         mine = cluster.servers[slot].protection
         assert mine is not None
-        assert mine.batch == 0
+        assert mine.batch <= installed, "it may have told others of the network, but not all of them"
         cluster.kill("server", slot, noticed=True)
     assert network.run(lambda: cluster.supervisor.view.phase == "stopping", 60.0)
     network.run(lambda: False, 2.0)
@@ -312,15 +366,18 @@ def trained(slot: int | None) -> Cluster:
     return cluster
 
 
+@pytest.mark.parametrize("installed", [False, True])
 @pytest.mark.parametrize("slot", range(3))
-def test_a_server_that_dies_before_its_first_batch_has_its_first_values(slot: int) -> None:
-    """What no lane has told of is known all the same: tables have values from the start."""
-    whole, died = trained(None), trained(slot)
+def test_a_server_that_dies_before_its_first_batch_has_its_first_values(slot: int, installed: bool) -> None:
+    """What no lane has told of is known all the same: tables have values from the start, and the network's
+    come from a worker. There is nothing in parities to bring them back from."""
+    whole, died = trained(None), trained(slot, installed=installed)
     for slot_of in range(3):
         for mine, theirs in zip(whole.servers[slot_of].shards, died.servers[slot_of].shards, strict=True):
             assert theirs.installed
             assert (mine.records == theirs.records).all()
     assert died.servers[slot].me.incarnation == 2
+    assert died._wrong_parities() == []
 
 
 def test_what_has_values_from_the_start() -> None:

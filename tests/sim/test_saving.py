@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cluster.membership import Supervisor
+from holdfast.cluster.messages import Exit, Peer
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.saving import ShardSaver
+from holdfast.cluster.stored import saving_of
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.memory import Network
 from holdfast.cluster.versions import Versions
@@ -48,10 +53,10 @@ def rearranged_and_unsaid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list
     So many rows that most are not saved again before it is worth while to rearrange files.
     """
     replaced: list[int] = []
-    replace = Versions._replace
+    rearrange = Versions._replace
 
     def replace_and_die(self: Any, save: Any) -> None:
-        replace(self, save)
+        rearrange(self, save)
         replaced.append(save.version)
         if len(replaced) == 1:
             raise Died
@@ -123,3 +128,81 @@ def test_each_guard_is_needed(tmp_path: Path, schedule: Schedule, monkeypatch: p
     """With a guard taken out, the schedule goes wrong."""
     GUARDS[schedule](monkeypatch)
     assert schedule(tmp_path, monkeypatch) != []
+
+
+def run_until_final(folder: Path, stage: str) -> SavedCluster:
+    """A protected job whose last version has come to a stage."""
+    plan = counting_plan(servers=3, workers=2, atomic=True, k=2, r=1, rows=60)
+    plan = saved_plan(plan, CheckpointConfig(path=str(folder / "store"), strategy="incremental"))
+    cluster = SavedCluster(plan, 1, BATCHES)
+    keeper = cluster.keepers[0]
+    assert cluster.network.run(lambda: keeper._save is not None and keeper._save.stage == stage, 60)
+    assert keeper._final is not None
+    return cluster
+
+
+def finish(cluster: SavedCluster) -> list[str]:
+    """What is wrong when it has ended, with its last version among others."""
+    assert cluster.network.run(lambda: cluster.supervisor.finished, 60)
+    cluster.close()
+    versions, wrong = wrong_versions(cluster.plan, BATCHES, servers=2)
+    with LocalStore(saving_of(cluster.plan).config.path, create=False) as store:
+        last = read_newest(store).versions[-1]
+    if last.step + 1 != BATCHES:
+        wrong.append(f"the last version has {last.step + 1} batches")
+    if cluster.keepers[-1].saved != versions:
+        wrong.append(f"said to be saved: {cluster.keepers[-1].saved}, and {versions} are")
+    return cluster.violations() + wrong
+
+
+@pytest.mark.parametrize("stage", ["cutting", "collecting"])
+def test_a_server_that_dies_during_the_last_save_has_it_made_again(tmp_path: Path, stage: str) -> None:
+    cluster = run_until_final(tmp_path, stage)
+    cluster.kill("server", 1, noticed=True)
+    assert finish(cluster) == []
+
+
+@pytest.mark.parametrize("stage", ["committing", "tidying"])
+def test_a_version_stands_whose_servers_die_when_they_have_written_it(tmp_path: Path, stage: str) -> None:
+    cluster = run_until_final(tmp_path, stage)
+    supervisor, keeper = cluster.supervisor, cluster.keepers[0]
+    cluster.kill("server", 1, noticed=True)
+    supervisor._note_exit(Exit(Peer("server", 1, 1), -9), cluster.network.now)  # at once
+    supervisor.advance(cluster.network.now)
+    cluster.network.flush(supervisor)
+    assert finish(cluster) == []
+    assert keeper.errors == []
+    assert keeper.saved == [1]
+
+
+def test_a_job_that_is_stopped_during_the_last_save_has_it_made_again(tmp_path: Path) -> None:
+    cluster = run_until_final(tmp_path, "cutting")
+    cluster.supervisor.request_stop()
+    assert finish(cluster) == []
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_last_version_of_prioritized_rows_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Though a version of the last step, with few rows, is there already."""
+
+    def is_due(self: Any, supervisor: Supervisor, now: float) -> bool:
+        steps = supervisor.steps()
+        first = not self._era and steps >= 20
+        return self._final is None and self._due_steps < steps and (first or steps == BATCHES)
+
+    monkeypatch.setattr(Versions, "_is_due", is_due)
+    plan = counting_plan(servers=2, workers=2, atomic=False, rows=60, dense="workers")
+    config = CheckpointConfig(path=str(tmp_path), strategy="incremental", prioritize="mfu", fraction=0.125)
+    cluster = SavedCluster(saved_plan(replace(plan, partial="partial"), config), 1, BATCHES)
+    keeper = cluster.keepers[0]
+    if dies:
+        assert cluster.network.run(lambda: len(keeper.saved) == 2, 60)
+        cluster._end_supervisor()
+        assert cluster.network.run(lambda: len(cluster.keepers) == 2, 60)
+    assert cluster.network.run(lambda: cluster.supervisor.finished, 60)
+    cluster.close()
+    versions, wrong = wrong_versions(cluster.plan, BATCHES, servers=2)
+    assert len(versions) == 3
+    assert [text for text in wrong if text.startswith(f"version {versions[-1]}:")] == []

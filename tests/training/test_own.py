@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.chaos.counting import Numbered
 from holdfast.cluster.model import WorkerModel, plan_groups
+from holdfast.cluster.planning import plan_job
 from holdfast.cluster.stream import Stream
 from holdfast.coding.placement import Placement
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataError
 from holdfast.models.recommender import table_dims
 from holdfast.recipe import Recipe
 from holdfast.tables.lookup import Placer
@@ -105,6 +107,26 @@ HERE = "tests.training.test_own"
 def test_mistakes_are_named(overrides: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(load(None, overrides.split()))
+
+
+class WithoutTest(Numbered):
+    """Batches to train on, and none to test on."""
+
+    def __init__(self, part: str, batch_size: int) -> None:
+        super().__init__(part, batch_size, batches=2)
+        if part == "test":
+            self.batches = 0
+
+
+def test_a_test_part_without_samples_is_said_before_training() -> None:
+    build = "data.build=tests.training.test_own:WithoutTest"
+    config = load(None, ["model=holdfast.chaos.counting:Counting", build, "job.servers=1"])
+    trainer = Trainer(config)
+    with pytest.raises(DataError, match="the test part of the data has no samples"):
+        trainer.run()
+    assert trainer.step == 0
+    with pytest.raises(DataError, match="the test part of the data has no samples"):
+        plan_job(config)
 
 
 def not_a_reader(part: str, batch_size: int) -> object:

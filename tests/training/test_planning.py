@@ -99,6 +99,7 @@ def test_failures_come_from_a_log(tmp_path: Path) -> None:
         ({"costs": ["speed=1"]}, "--cost speed=1: expected NAME=NUMBER with a name of tracking"),
         ({"costs": ["tracking=much"]}, "--cost tracking=much: expected NAME=NUMBER"),
         ({"target_pls": 1.5}, r"the target PLS is 1\.5"),
+        ({"r": 4}, "r is 4: expected 1 to 3 parities"),
         ({"failure_log": Path("no.csv")}, r"the failure log no\.csv cannot be read"),
     ],
 )

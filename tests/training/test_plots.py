@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -73,3 +74,10 @@ def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'holdfast\[plots\]'"):
         run(load(None, ["plot=true"]), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protection", ["2+1", "replicate", "partial", "none"])
+def test_every_protection_has_a_name(tmp_path: Path, protection: str) -> None:
+    values = [f"job.protection={protection}", "job.servers=3", "checkpoint.path=x"]
+    config = msgspec.to_builtins(load(None, values))
+    assert plots._title([{"event": "config", **config}]).startswith("3 servers")

@@ -364,19 +364,27 @@ def _tracking(report: Report, rounds: int) -> None:
     from holdfast.training.trainer import Trainer  # noqa: PLC0415
 
     trainer = Trainer(load(None, ["data.samples=1000000"]))
+    optimizers = {f"optim{number}": optimizer for number, optimizer in enumerate(trainer.optimizers)}
     with (
         tempfile.TemporaryDirectory() as folder,
-        Checkpointer(folder, {"model": trainer.model}) as checkpointer,
+        Checkpointer(folder, {"model": trainer.model} | optimizers) as checkpointer,
     ):
         bags = list(trainer.model.tables)
+        before = [hook for o in trainer.optimizers for hook in o._optimizer_step_pre_hooks.values()]
+        after = [hook for o in trainer.optimizers for hook in o._optimizer_step_post_hooks.values()]
         hooks = [next(iter(bag._forward_pre_hooks.values())) for bag in bags]
         batches = iter(trainer.train_reader.split(0, 1))
 
         def mark() -> float:
             ids = [torch.from_numpy(i) for i in next(batches).ids]
-            return stopwatch(
-                lambda: [hook(bag, (i,), {}) for hook, bag, i in zip(hooks, bags, ids, strict=True)]
-            )
+
+            def run() -> None:
+                for hook, bag, i in zip(hooks, bags, ids, strict=True):
+                    hook(bag, (i,), {})
+                for step_hook, optimizer in zip([*before, *after], trainer.optimizers * 2, strict=True):
+                    step_hook(optimizer, (), {})
+
+            return stopwatch(run)
 
         def step() -> float:
             batch = next(batches)

@@ -44,6 +44,7 @@ class ChaosOptions:
         workers: processes that compute.
         protect: the code, "K+R" or "replicate", as ``holdfast train --protect`` takes it.
         atomic: whether a batch counts at all servers or at none.
+        dense: who has copies of the network, "replicate" (servers) or "workers".
         beyond: whether more servers may be taken at once than the code covers.
         run: the run's folder; by default a new one under ``runs/``.
     """
@@ -54,6 +55,7 @@ class ChaosOptions:
     workers: int = 2
     protect: str = "2+1"
     atomic: bool = True
+    dense: str = "replicate"
     beyond: bool = False
     run: str | None = None
 
@@ -65,6 +67,8 @@ class ChaosOptions:
         for name, count in (("servers", self.servers), ("workers", self.workers)):
             if not 1 <= count <= MOST_SLOTS:
                 raise ConfigError(f"there are {count} {name}: expected 1 to {MOST_SLOTS}")
+        if self.dense not in ("replicate", "workers"):
+            raise ConfigError(f"dense is {self.dense!r}: expected replicate or workers")
         code = self.code
         if self.servers < code.k + code.r:
             raise ConfigError(
@@ -82,7 +86,7 @@ class ChaosOptions:
                 "such as 2+1"
             )
         code = protection.as_code() if isinstance(protection, Replication) else protection
-        return msgspec.structs.replace(code, atomic=self.atomic)
+        return msgspec.structs.replace(code, atomic=self.atomic, dense=self.dense)
 
     def config(self, store: Path) -> Config:
         """Of the job."""
@@ -125,7 +129,8 @@ class ChaosResult:
     hangs: int = 0
     orphans: int = 0
     data_losses: int = 0
-    """That were announced as such when more servers were taken than the code covers."""
+    """That were announced as such when more servers were taken than the code covers, or no worker had the
+    network that was left without other copies."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     folder: Path = Path()
@@ -200,7 +205,7 @@ def _run(trial: Trial, result: ChaosResult) -> bool:
         trial.problems.append(str(error))
     except DataLoss:
         result.data_losses += 1
-        announced = trial.injector.announced
+        announced = trial.loss_is_right
     except JobFailed as error:
         trial.problems.append(f"the job failed: {error}")
     events = trial.events()

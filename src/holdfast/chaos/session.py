@@ -36,7 +36,8 @@ def run(options: ChaosOptions, json_path: Path | None, console: Console) -> Chao
     code = f"{options.code.k} + {options.code.r}"
     console.print(
         f"chaos for {options.minutes:g} minutes, seed {options.seed}: {options.servers} servers, "
-        f"{options.workers} workers, a code of {code}{', and beyond it' if options.beyond else ''}",
+        f"{options.workers} workers, a code of {code}{', and beyond it' if options.beyond else ''}"
+        f"{', the network copied by workers' if options.dense == 'workers' else ''}",
         highlight=False,
     )
     with _shown(console) as show:
@@ -44,7 +45,7 @@ def run(options: ChaosOptions, json_path: Path | None, console: Console) -> Chao
     report = Report("chaos", False, console, json_path=json_path)
     report.settings = {
         name: getattr(options, name)
-        for name in ("seed", "minutes", "servers", "workers", "protect", "atomic", "beyond")
+        for name in ("seed", "minutes", "servers", "workers", "protect", "atomic", "dense", "beyond")
     }
     report.figure("faults", result.faults.total())
     for kind, count in sorted(result.faults.items()):
@@ -57,7 +58,7 @@ def run(options: ChaosOptions, json_path: Path | None, console: Console) -> Chao
     report.figure("updates_checked", result.updates_checked, "of rows, against a twin, to the bit")
     report.figure("versions_checked", result.versions_checked, "checkpoints restored and compared")
     report.figure("stripes_checked", result.stripes_checked, "parities against their members")
-    report.figure("data_losses", result.data_losses, "announced, as the code did not cover them")
+    report.figure("data_losses", result.data_losses, "announced, of what no copy was left of")
     for name in ("lost", "wrong", "hangs", "orphans"):
         report.figure(name, getattr(result, name))
     report.figure("seconds", result.seconds)
@@ -126,6 +127,9 @@ def _check_writable(json_path: Path | None) -> None:
 
 def verdict(result: ChaosResult) -> str:
     """What it all comes to."""
+    if result.good and result.data_losses:
+        times = "once" if result.data_losses == 1 else f"{result.data_losses} times"
+        return f"data was lost {times}, as said, and the job went back; nothing else is lost or wrong"
     if result.good:
         return "nothing was lost, and nothing is wrong"
     found = [

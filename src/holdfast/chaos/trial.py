@@ -146,6 +146,13 @@ class Trial:
         """Over all servers that there ever were."""
         return sum(scrubbed for scrubbed, _ in self._scrubbed.values())
 
+    @property
+    def loss_is_right(self) -> bool:
+        """Whether the job may say that it has lost something: more was taken than the code covers, or the
+        network, of which the code has no copies."""
+        failure = self.status.failure if self.status is not None else None
+        return self.injector.announced or (failure is not None and failure[0] == "network")
+
     # While it runs
 
     def _take(self, status: Status) -> None:
@@ -246,7 +253,7 @@ class Trial:
 
     def _check_loss(self, error: DataLoss) -> None:
         """More was lost than the code covers: right if that was done to it, and if its store is."""
-        if not self.injector.announced:
+        if not self.loss_is_right:
             self.problems.append(f"the code covered all that happened, but {error}")
         with contextlib.suppress(NoSuchVersion):
             self._checker.check_version()

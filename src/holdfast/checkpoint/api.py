@@ -17,7 +17,9 @@ A restore reads the pieces that its version needs, once each (``restore.py``), i
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import operator
 import os
 import time
 import weakref
@@ -26,9 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from holdfast.checkpoint.dense import decode_tree, encode_tree
 from holdfast.checkpoint.live import LiveTables
@@ -38,6 +38,7 @@ from holdfast.checkpoint.progress import byte_progress
 from holdfast.checkpoint.restore import VersionReader, find_version, open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.torch_state import TrainingObjects
+from holdfast.checkpoint.torch_watch import Watch
 from holdfast.checkpoint.writer import SaveReport, Writer
 from holdfast.errors import (
     CheckpointError,
@@ -94,7 +95,9 @@ class Checkpointer:
             self._lock = self._cleanup.enter_context(self.store.lock_writer())
             self._writer = Writer(self.store, self.policy, self.events)
             self._writer.bind(self._objects.live_tables())
-            self._hook_tables()
+            writer = self._writer  # its hooks know no more: a model must not keep a forgotten one of us alive
+            self._watch = Watch(self._objects.tables, self._objects.optimizers, lambda: writer.tracker)
+            self._cleanup.callback(self._watch.close)
         except BaseException:
             self._cleanup.close()
             raise
@@ -110,7 +113,7 @@ class Checkpointer:
         self._check_open()
         self._writer.collect()
         self._last_step = step
-        if self._last_save_step is None:
+        if self._last_save_step is None or step < self._last_save_step:  # the count began anew
             self._last_save_step = step - 1
         policy = self.policy
         # Of a fraction of the rows, saves come after a fraction of the time.
@@ -124,8 +127,8 @@ class Checkpointer:
         """Save now. Returns the new version's number as soon as its snapshot is taken.
 
         ``step`` is the step that was just done, by default the last that ``step()`` was told.
-        ``metadata`` is any JSON-like value to keep with the version. Returns None if a save is under way
-        and the policy says to skip. Whatever the policy prioritizes, all rows that changed are in it.
+        ``metadata``, a dict of what JSON can say, is kept with the version. Returns None if a save is under
+        way and the policy says to skip. Whatever the policy prioritizes, all rows that changed are in it.
         """
         return self._save(step, metadata, whole=True)
 
@@ -133,10 +136,11 @@ class Checkpointer:
         self._check_open()
         if step is None:
             step = self._last_step if self._last_step is not None else 0
+        step, metadata = _step(step), _plain(metadata)
         self._lock.renew()
         if self._writer.skips(step):
             return None
-        version = self._writer.save(step, self._capture_dense, metadata or {}, self._look, whole=whole)
+        version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
         self._last_step = self._last_save_step = step
         self._last_save_time = time.monotonic()
         return version
@@ -186,6 +190,7 @@ class Checkpointer:
         self._check_open()
         if table not in self._objects.tables:
             raise ConfigError(f"there is no table {table!r}: there are {', '.join(self._objects.tables)}")
+        self._watch.accept(table)
         if rows is None:
             self._writer.tracker.mark_table(table)
         else:
@@ -234,7 +239,11 @@ class Checkpointer:
 
     def _look(self) -> tuple[LiveTables, Sequence[str]]:
         """Optimizers make their state when they first step, and can be told other settings at any time."""
-        return self._objects.live_tables(), self._objects.tables_with_unseen_changes()
+        if self._objects.find_again():
+            self._watch.follow(self._objects.tables)
+        self._watch.saving()
+        tables = self._objects.live_tables()
+        return tables, [*self._objects.tables_with_unseen_changes(), *self._watch.written()]
 
     def _capture_dense(self) -> Callable[[], Sequence[Any]]:
         tree = self._objects.capture()
@@ -271,6 +280,8 @@ class Checkpointer:
 
     def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
         self._writer.bind(self._objects.live_tables())
+        self._objects.forget_replaced()
+        self._watch.accept()
         lossy = any(group.is_coded for group in reader.stored_groups)
         self._writer.restores = version.restores + lossy
         resumed = self._writer.resume(version)
@@ -279,12 +290,26 @@ class Checkpointer:
         self.events.emit("checkpoint_restored", **figures, bytes=reader.bytes_read, continues_era=resumed)
         log.info("restored version %d (step %d) in %.2f s", version.version, version.step, seconds)
 
-    def _hook_tables(self) -> None:
-        """Mark rows where they are looked up."""
-        for name, table in self._objects.tables.items():
-            for module in table.modules:
-                handle = module.register_forward_pre_hook(_marker(name, self._writer), with_kwargs=True)
-                self._cleanup.callback(handle.remove)
+
+def _step(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise ConfigError(f"the step is {step!r}: expected a whole number") from None
+
+
+def _plain(metadata: Any) -> dict[str, Any]:
+    """A copy: the caller may change his, and what cannot be stored is his to mend, now."""
+    if metadata is None:
+        return {}
+    try:
+        text = json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"metadata must be what JSON can say: {error}") from None
+    plain = json.loads(text)
+    if not isinstance(plain, dict):
+        raise ConfigError(f"metadata is {metadata!r}: expected a dict")
+    return plain
 
 
 @contextlib.contextmanager
@@ -303,19 +328,6 @@ def _row_ids(rows: Any, table: str, count: int) -> NDArray[np.int64]:
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
         raise ConfigError(f"rows {ids.min()} to {ids.max()} of {table}: expected 0 to {count - 1}")
     return np.ascontiguousarray(ids, np.int64)
-
-
-def _marker(name: str, writer: Writer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """A hook that knows the writer only: a model must not keep a forgotten Checkpointer alive."""
-
-    def mark(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found = inputs[0] if inputs else named.get("input")
-        # With max_norm even a lookup without gradients changes rows.
-        if isinstance(found, torch.Tensor) and (torch.is_grad_enabled() or module.max_norm is not None):
-            ids = found.detach().reshape(-1)
-            writer.tracker.mark(name, ids.numpy() if ids.dtype == torch.int64 else ids.long().numpy())
-
-    return mark
 
 
 def _close_forgotten(writer: Writer, cleanup: contextlib.ExitStack, pid: int) -> None:

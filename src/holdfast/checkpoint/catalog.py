@@ -18,7 +18,7 @@ from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, FileEntry, Manifest, Version
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import Store
-from holdfast.errors import AlreadyExists
+from holdfast.errors import AlreadyExists, CheckpointError, CorruptCheckpoint
 from holdfast.options import Policy
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -63,7 +63,13 @@ class Catalog:
         self._last_number = max([0, *existing, *manifests.misplaced(store)])
         self._attempts: set[str] = set()
         self._undeleted: list[str] = []
+        self._found_before: set[str] = set()
         self._previous = self._read_previous(existing)
+        # A damaged manifest may have had later versions. Their files are there, as nothing was deleted since.
+        self._last_seen = max(
+            (manifests.version_of(info.name) for info in (store.list("dense/") if self.complaints else ())),
+            default=0,
+        )
         self.deletion_delay_seconds = (
             policy.deletion_delay_seconds
             if policy.deletion_delay_seconds is not None
@@ -90,13 +96,14 @@ class Catalog:
     def next_version(self) -> int:
         """The number of the next version: never one that was used before."""
         used = [v.version for v in self.manifest.versions]
-        return max([*used, self.manifest.last_version]) + 1
+        return max([*used, self.manifest.last_version, self._last_seen]) + 1
 
     def delete_leftovers(self, *, of_others: bool = True) -> list[str]:
         """Delete files that no manifest names: what writers that died, or failed saves, have left behind.
 
         Does nothing if a manifest was damaged: what it named may be all that is left of a version. Nor if
-        one may have been published without our knowing.
+        one may have been published without our knowing. What was there before the first manifest is left
+        alone: the folder may be somebody else's, or a copy of a store that is not complete yet.
 
         A writer does so at its start (``of_others``), and that fences off the one before it: a writer that
         lost its lease may be asleep with its files written and its manifest not yet published. Taking that
@@ -107,7 +114,18 @@ class Catalog:
         named = self.manifest.file_names() | self._previous.file_names()
         named |= {name for name, _ in self.manifest.retired}
         found = [info.name for folder in DATA_FOLDERS for info in self.store.list(folder)]
-        leftovers = [name for name in found if name not in named]
+        if of_others and found and not self.manifest.number:
+            log.warning(
+                "%s has no manifest, but %d files in the folders of a store, such as %s: they are left alone",
+                self.store.url, len(found), found[0],
+            )  # fmt: skip
+            self._found_before = set(found)
+            return []
+        leftovers = [
+            name
+            for name in found
+            if name not in named and name not in self._found_before and manifests.is_written_name(name)
+        ]
         if of_others and (leftovers or self.store.lock_can_run_out):
             self._publish(self.manifest.eras, self.manifest.versions)
         elif not of_others and self._is_fenced_off():
@@ -189,10 +207,11 @@ class Catalog:
         last_version = max([before.last_version, *(v.version for v in versions)])
         draft = Manifest(FORMAT, 0, now, trimmed, list(versions), last_version=last_version)
         needed = draft.file_names()
+        # What was retired far in the future was by a clock that was ahead: it would stay until that comes.
         due = [
             name
             for name, since in before.retired
-            if since + self.deletion_delay_seconds <= now and name not in needed
+            if abs(now - since) >= self.deletion_delay_seconds and name not in needed
         ]
         retired = [(n, since) for n, since in before.retired if n not in needed and n not in set(due)]
         retired += [(n, now) for n in sorted(before.file_names() - needed)]
@@ -205,16 +224,24 @@ class Catalog:
         """Publish a manifest under the next number that is free."""
         while True:
             number = self._last_number + 1
-            complete = msgspec.structs.replace(draft, number=number)
-            data = manifests.encode(complete)
+            data = manifests.encode(msgspec.structs.replace(draft, number=number))
+            complete = _as_it_will_be_read(data, self.store.url)
             taken = False
             try:
                 # The manifest comes last: whoever sees it may rely on every file that it names.
-                self.store.publish(manifests.name_of(number), data)
+                try:
+                    self.store.publish(manifests.name_of(number), data)
+                except AlreadyExists:
+                    found = self._content(number)
+                    if found == data:
+                        # It is ours: a request was carried out, repeated as its answer was lost, and refused.
+                        self.store.sync()
+                    elif checksum(found) in self._attempts:
+                        taken = True  # whoever waited for it was told that it failed, and so it did
+                    else:
+                        raise
             except AlreadyExists:
-                if not self._is_failed_attempt(number):
-                    raise
-                taken = True  # whoever waited for it was told that it failed, and so it did
+                raise
             except BaseException:
                 # It may exist all the same: an answer was lost, or it could not be taken away again.
                 self._attempts.add(checksum(data))
@@ -225,12 +252,9 @@ class Catalog:
                 self._attempts.clear()
                 return complete
 
-    def _is_failed_attempt(self, number: int) -> bool:
-        """Whether the manifest of this number is one that this writer believed it had not published."""
-        if not self._attempts:
-            return False
+    def _content(self, number: int) -> bytes:
         with self.store.open(manifests.name_of(number)) as reader:
-            return checksum(reader.read()) in self._attempts
+            return reader.read() if reader.size <= manifests.LARGEST_MANIFEST else b""
 
     def _delete_outdated(self, before: int, due: Iterable[str]) -> None:
         """Delete what nobody needs; what cannot be is tried again next time, and by the next writer."""
@@ -246,3 +270,14 @@ class Catalog:
             return
         self._stored.difference_update(outdated)
         self._undeleted = []
+
+
+def _as_it_will_be_read(data: bytes, url: str) -> Manifest:
+    """What a reader makes of a manifest; one that none can read would take the whole store with it."""
+    try:
+        return manifests.decode(data, "its manifest")
+    except CorruptCheckpoint as error:
+        raise CheckpointError(
+            f"what is to be saved to {url} could not be read again, so nothing was published: {error}; "
+            "check the step and the metadata"
+        ) from None

@@ -99,7 +99,7 @@ def export_delta(
         since: the version that whoever applies the delta has; newer than the other is fine.
         version: the version that they want.
         out: the file.
-        object_name: whose state; by default of the only module.
+        object_name: whose state; by default of the only module. Not of an optimizer that has state of rows.
         all_fields: the optimizers' state of the listed rows too, not only their weights.
         force: overwrite the file.
     """
@@ -129,6 +129,12 @@ def export_delta(
 
 
 def _wanted(groups: Sequence[Group], tensors: Sequence[RowTensor], *, all_fields: bool) -> list[_Wanted]:
+    states = [tensor.name for tensor in tensors if tensor.field.name != WEIGHT]
+    if states:
+        raise ConfigError(
+            f"a delta leads from weights to weights, and {states[0]} of this object is state of rows: "
+            "take the module's delta with --all-fields, or export the object as safetensors or dcp"
+        )
     fields_of = {t.name: g.fields for g in groups for t in g.tables}
     return [
         _Wanted(
@@ -138,7 +144,6 @@ def _wanted(groups: Sequence[Group], tensors: Sequence[RowTensor], *, all_fields
             shape=tensor.spec.shape,
         )
         for tensor in tensors
-        if tensor.field.name == WEIGHT
     ]
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
@@ -39,6 +40,10 @@ _TRIES = 100
 _NAME = re.compile(r"manifests/(\d{10})\.json")
 
 FileKind = Literal["baseline", "increment", "live", "history"]
+
+_WRITTEN = re.compile(
+    rf"(chunks/\d{{8,}}-\d{{4,}}-({'|'.join(get_args(FileKind))})|dense/\d{{8,}})-[0-9a-f]{{12}}\.safetensors"
+)
 
 
 class FileEntry(Struct, frozen=True, omit_defaults=True):
@@ -99,9 +104,18 @@ class Era(Struct, frozen=True):
         names = [table.name for group in groups if group.raw_rows_of is None for table in group.tables]
         if len(set(names)) != len(names):
             raise CorruptCheckpoint(f"a manifest has a table twice: {sorted(names)}")
+        if any(len({field.name for field in group.fields}) != len(group.fields) for group in groups):
+            raise CorruptCheckpoint("a manifest has a field of a table twice")
+        # Pieces name groups by number, and readers leave the raw ones out: only at the end does that shift
+        # no other. Their rows are written into tables as they are stored, so no codec may be theirs.
+        others = sum(group.raw_rows_of is None for group in groups)
         for number, group in enumerate(groups):
             of = group.raw_rows_of
-            if of is not None and not (0 <= of < number and group.live() == groups[of].live()):
+            if (of is not None) != (number >= others):
+                raise CorruptCheckpoint("a manifest has a group for raw rows before other groups")
+            if of is None:
+                continue
+            if not (0 <= of < others and replace(group, raw_rows_of=None) == groups[of].live()):
                 raise CorruptCheckpoint(
                     f"a manifest has a group for rows of group {of}, which is not like it"
                 )
@@ -140,6 +154,16 @@ EMPTY = Manifest(format=FORMAT, number=0, time=0.0, eras=[], versions=[])
 def name_of(number: int) -> str:
     """The object that holds manifest ``number``."""
     return f"{FOLDER}{number:010}.json"
+
+
+def version_of(name: str) -> int:
+    """The version for which a writer has made a file; 0 if the name is not one that writers give."""
+    return int(name.rpartition("/")[2].split("-")[0]) if is_written_name(name) else 0
+
+
+def is_written_name(name: str) -> bool:
+    """Whether a file has a name that writers give: others in their folders are not theirs to delete."""
+    return _WRITTEN.fullmatch(name) is not None
 
 
 def encode(manifest: Manifest) -> bytes:

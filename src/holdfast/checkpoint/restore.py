@@ -8,6 +8,7 @@ do, they are read as a whole before.
 
 from __future__ import annotations
 
+import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +44,7 @@ from holdfast.checkpoint.stretches import (
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 
 MOST_OPEN = 256
-"""Files of a version that are held open; a process may have 1024 in all, as a rule."""
+"""Files of a version that are held open: a quarter of what a process may have in all, as a rule."""
 _AHEAD = 3
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
@@ -83,10 +84,11 @@ class VersionReader:
         self.pieces_read = 0
         self._stack = ExitStack()
         self.files: list[OpenFile] = []
+        most_open = min(MOST_OPEN, _open_files_limit() // 4)
         try:
             for entry in self.era.files_of(version.version):
                 file = open_file(store, entry, self.stored_groups, version.version)
-                if len(self.files) >= MOST_OPEN:
+                if len(self.files) >= most_open:
                     file.reader.close()
                     file = replace(file, reader=_OpenedForEachRead(store, entry))
                 self._stack.callback(file.reader.close)
@@ -266,6 +268,11 @@ class VersionReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _open_files_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4 * MOST_OPEN if soft == resource.RLIM_INFINITY else soft
 
 
 def open_version(store: Store, version: int | None = None, manifest: Manifest | None = None) -> VersionReader:

@@ -84,7 +84,8 @@ def check_free(out: Path, *, force: bool) -> None:
 @contextlib.contextmanager
 def new_file(out: Path, *, force: bool) -> Iterator[int]:
     """A file descriptor that becomes ``out`` at the end of the block, and nothing if that fails."""
-    partial = out.with_name(f".{out.name[:100]}.partial-{secrets.token_hex(6)}")
+    start = os.fsencode(out.name)[:100].decode(errors="ignore")  # 255 bytes may be used
+    partial = out.with_name(f".{start}.partial-{secrets.token_hex(6)}")
     try:
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:

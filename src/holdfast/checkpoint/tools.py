@@ -213,7 +213,7 @@ def leftover_files(store: Store) -> dict[str, int]:
         except HoldfastError:
             return {}  # what it named may be all that is left of a version
         named |= manifest.file_names() | {name for name, _ in manifest.retired}
-    left = [name for name in found if name not in named]
+    left = [name for name in found if name not in named and manifests.is_written_name(name)]
     if left:
         # And again after it: a writer deletes what its last manifest no longer names.
         still = {info.name for folder in DATA_FOLDERS for info in store.list(folder)}
@@ -390,7 +390,7 @@ def _plan_garbage(store: Store, catalog: Catalog) -> GarbageReport:
     leftovers = leftover_files(store)
     now = time.time()
     delay = catalog.deletion_delay_seconds
-    waiting = {name for name, since in manifest.retired if since + delay > now}
+    waiting = {name for name, since in manifest.retired if abs(now - since) < delay}
     if delay > 0:
         waiting |= manifest.file_names() - needed
     files = stored_files(store)

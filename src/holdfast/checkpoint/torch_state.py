@@ -53,6 +53,7 @@ class TrainingObjects:
 
     Attributes:
         tables: every table of the modules, by name.
+        optimizers: those among the objects.
     """
 
     def __init__(
@@ -63,13 +64,37 @@ class TrainingObjects:
         self._kind_of = kind_of
         self._capturers = {name: Capturer(name, thing) for name, thing in objects.items()}
         self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
-        self._optimizers = {n: o for n, o in objects.items() if isinstance(o, Optimizer)}
+        self.optimizers = {n: o for n, o in objects.items() if isinstance(o, Optimizer)}
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
+        self._users = self._find_users()
         self._incoming: dict[str, dict[str, Tensor]] = {}
         self._known: dict[str, RowTensors] = {}
+        self._replaced: set[str] = set()
         self._live_tables: LiveTables | None = None
         self._places: Places | None = None
         self._seen_versions = self._versions()
+
+    def find_again(self) -> bool:
+        """Look for the tables once more; whether there are others now, or other modules that use them."""
+        users = self._find_users()
+        if users == self._users:
+            return False
+        before, self.tables, self._users = self.tables, find_tables(self._modules), users
+        same = {n for n, table in self.tables.items() if n in before and before[n].modules == table.modules}
+        self._known = {name: rows for name, rows in self._known.items() if name in same}
+        self._replaced |= self.tables.keys() - same
+        self._live_tables = self._places = None
+        self._seen_versions = self._versions()
+        return True
+
+    def _find_users(self) -> list[tuple[int, int]]:
+        """Modules that look up rows, and their weights."""
+        return [
+            (id(module), id(module._parameters.get("weight")))
+            for model in self._modules.values()
+            for module in model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        ]
 
     # Saving
 
@@ -122,7 +147,7 @@ class TrainingObjects:
         metadata: dict[str, Mapping[str, Any]] = {}
         for name, capturer in self._capturers.items():
             states[name], metadata[name] = capturer.capture(places)
-        optimizers = {name: type(o).__name__ for name, o in self._optimizers.items()}
+        optimizers = {name: type(o).__name__ for name, o in self.optimizers.items()}
         # Last: a loader's state_dict() may draw random numbers.
         random_copy = copy_random_states()
 
@@ -160,7 +185,7 @@ class TrainingObjects:
                 )
         for name, module in self._modules.items():
             check_module(name, module, saved[name])
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in self.optimizers.items():
             here, there = type(optimizer).__name__, tree.get("optimizers", {}).get(name)
             if here != there:
                 raise ModelMismatch(f"{name} is {there or 'no optimizer'} in the checkpoint and {here} here")
@@ -211,14 +236,21 @@ class TrainingObjects:
         to weights behind the optimizers' back goes unnoticed, except in a table that no optimizer has.
         """
         owners: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
-        for optimizer in self._optimizers.values():
+        for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     owners.setdefault(id(parameter), []).append((optimizer, group))
         answers: dict[tuple[Any, ...], bool] = {}  # tables of one parameter group are alike, as a rule
+        replaced, self._replaced = self._replaced, set()
         return [
-            name for name, table in self.tables.items() if self._changes_unseen_rows(table, owners, answers)
+            name
+            for name, table in self.tables.items()
+            if name in replaced or self._changes_unseen_rows(table, owners, answers)
         ]
+
+    def forget_replaced(self) -> None:
+        """What has taken the place of tensors so far is known."""
+        self._replaced.clear()
 
     def _changes_unseen_rows(
         self,
@@ -259,7 +291,10 @@ class TrainingObjects:
         if known is None or not known.valid():
             self._places = None
             self._live_tables = None
-            known = self._known[table.name] = RowTensors.of(table, self._optimizers)
+            before, known = known, RowTensors.of(table, self.optimizers)
+            self._known[table.name] = known
+            if before is not None and known.has_replaced(before):
+                self._replaced.add(table.name)  # nobody knows what is in the new ones
         return known
 
     def _find_places(self) -> Places:
@@ -293,11 +328,11 @@ class TrainingObjects:
 
     def _new_state(self, table: LiveTable, rows: int, field: Field) -> Tensor:
         weight = table.weight
-        owner = next((n for n in self._optimizers if field.name.startswith(f"{n}.")), None)
-        if owner is None or not any(_holds(g, weight) for g in self._optimizers[owner].param_groups):
+        owner = next((n for n in self.optimizers if field.name.startswith(f"{n}.")), None)
+        if owner is None or not any(_holds(g, weight) for g in self.optimizers[owner].param_groups):
             raise ModelMismatch(
                 f"the checkpoint has {field.name} of table {table.name}, but no optimizer was given that has "
-                f"this name and this table; optimizers: {some(self._optimizers)}"
+                f"this name and this table; optimizers: {some(self.optimizers)}"
             )
         width = weight.numel() // len(weight)
         shape = (rows,) if field.width == 1 != width else (rows, field.width)

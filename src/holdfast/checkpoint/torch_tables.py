@@ -82,6 +82,12 @@ class RowTensors:
             _states=states,
         )
 
+    def has_replaced(self, before: RowTensors) -> bool:
+        """Whether a field of the last ones has other memory now."""
+        old = dict(zip(before.tensors, before.views, strict=True))
+        now = zip(self.tensors, self.views, strict=True)
+        return any(name in old and view.ctypes.data != old[name].ctypes.data for name, view in now)
+
     def valid(self) -> bool:
         """Whether the table still has the same tensors in the same memory. Asked at every save."""
         weight = self._module._parameters.get("weight")

@@ -42,14 +42,10 @@ class RowSet:
         found, _ = marked_rows(self.bits, space, False)
         return space[:found]
 
-    def take(self, space: RowIds) -> RowIds:
-        """Take all rows out of it, ascending: to be had in ``space`` if there is room for 64 more."""
-        found, words = marked_rows(self.bits, space, True)
-        if words == len(self.bits):
-            return space[:found]
-        rest = self.ids()
-        self.bits[:] = 0
-        return np.concatenate([space[:found], rest])
+    def ids_in(self, space: RowIds) -> RowIds:
+        """The same: in ``space`` if there is room for 64 more."""
+        found, words = marked_rows(self.bits, space, False)
+        return space[:found] if words == len(self.bits) else self.ids()
 
     def __len__(self) -> int:
         return int(count_marked(self.bits))
@@ -74,20 +70,29 @@ class Tracker:
         self._priorities = dict(priorities or {})
         self._spaces = [np.empty(1024, np.int64) for _ in groups]
         self._taken: list[RowIds] | None = None
+        self._whole: set[str] = set()
 
-    def mark(self, table: str, ids: NDArray[np.int64]) -> None:
-        """These rows of a table change."""
+    def mark(self, table: str, ids: NDArray[np.int64], *, counts: bool = True) -> None:
+        """These rows of a table change. Priorities go by how often that is said, unless it ``counts`` not."""
         group, first, rows = self._places[table]
         self._changed[group].add(ids, first, rows)
-        if table in self._priorities:
+        if counts and table in self._priorities:
             self._priorities[table].touched(ids)
 
     def mark_table(self, table: str) -> None:
         """Any row of the table may have changed."""
+        if table in self._whole:
+            return
+        self._whole.add(table)
         group, first, rows = self._places[table]
         self._changed[group].add_range(first, rows)
         if table in self._priorities:
             self._priorities[table].touched(np.arange(rows, dtype=np.int64))
+
+    def has(self, table: str, ids: NDArray[np.int64]) -> bool:
+        """Whether all of these rows of a table are marked."""
+        group, first, _ = self._places[table]
+        return bool(self._changed[group].contains(ids + first).all())
 
     def take(self, *, whole: bool = True) -> list[RowIds]:
         """The changed rows of each group; what is marked from now on belongs to the next snapshot.
@@ -96,9 +101,11 @@ class Tracker:
         """
         if self._taken is not None:
             raise RuntimeError("the last snapshot has neither been settled nor given back")
-        self._taken = [
-            changed.take(space) for changed, space in zip(self._changed, self._spaces, strict=True)
-        ]
+        found = [changed.ids_in(space) for changed, space in zip(self._changed, self._spaces, strict=True)]
+        self._taken = found  # first: whoever interrupts this loses no mark
+        self._whole.clear()
+        for changed, ids in zip(self._changed, found, strict=True):
+            changed.discard(ids)
         # Fresh memory costs a page fault for every 4 KiB: what was needed this time is kept for the next.
         for number, ids in enumerate(self._taken):
             if not 0.125 * len(self._spaces[number]) <= len(ids) + 1024 <= len(self._spaces[number]):

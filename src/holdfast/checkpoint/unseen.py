@@ -4,8 +4,9 @@ Changed rows are found by watching lookups. That is enough if a row without a gr
 its weights and in its optimizer state:
 
 - With *sparse* gradients (``nn.Embedding(sparse=True)``) an optimizer gets the rows of the batch and their
-  gradients, and as a rule touches no others. The exception is momentum in ``torch.optim.SGD``: its
-  buffer, sparse too, gathers every row ever looked up and moves all of them in every step.
+  gradients, and those of PyTorch touch no others. The exception is momentum in ``torch.optim.SGD``: its
+  buffer, sparse too, gathers every row ever looked up and moves all of them in every step. Of an optimizer
+  that is not known here nobody can tell.
 - With *dense* gradients an optimizer computes on the whole table, where rows that were not looked up
   have gradients of 0. Plain SGD subtracts 0, Adagrad adds 0 and subtracts 0 / (√sum + eps): no bit changes.
   Anything that remembers (momentum, Adam's averages) or decays moves them all the same. So may any
@@ -40,7 +41,8 @@ def changes_unseen_rows(
     if sparse:
         if type(optimizer).__name__ in _BY_ROW:
             return False
-        return bool(group.get("momentum") or group.get("weight_decay"))
+        unknown = type(optimizer) not in (SGD, Adagrad)
+        return unknown or bool(group.get("momentum") or group.get("weight_decay"))
     if group.get("weight_decay") or group.get("maximize"):
         return True
     if type(optimizer) is SGD:

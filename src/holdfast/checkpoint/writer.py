@@ -223,26 +223,23 @@ class Writer:
         self._saved_wait()
         self.collect()
         started = time.perf_counter()
+        job: Callable[[], None] | None = None
         try:
             baseline, rows, dense = self._snapshot(capture_dense, look, whole)
-        except BaseException:
-            self.tracker.give_back()
-            raise
-        version = self._next_version
-        outcome = self._under_way = _Outcome()
-        self._saved.clear()
-        now = time.perf_counter()
-        stall = (now - called, now - started)
+            version, outcome = self._next_version, _Outcome()
+            now = time.perf_counter()
+            stall = (now - called, now - started)
 
-        def job() -> None:
-            self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
+            def job() -> None:
+                self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
 
-        self._next_version += 1
-        try:
+            self._saved.clear()
+            self._under_way = outcome
+            self._next_version += 1
             self._thread.submit(job)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, wherever it comes
             # Nobody would ever say that it is done, and the next save would wait for that.
-            if self._thread.withdraw(job):
+            if job is None or self._thread.withdraw(job):
                 self._under_way = None
                 self.tracker.give_back()
             raise
@@ -252,14 +249,16 @@ class Writer:
         """Take note of what became of the last save, if it is done; raises SaveFailed if it failed."""
         outcome = self._under_way
         if outcome is not None and self._saved.is_set():
-            self._under_way = None
-            if outcome.error is not None:
+            if outcome.error is None:
+                self.tracker.settle()
+            else:
                 self.tracker.give_back()
+            self._under_way = None  # last: whoever is interrupted before it does this again
+            if outcome.error is not None:
                 raise SaveFailed(
                     f"a save to {self.store.url} failed: {_text(outcome.error)}; its rows are still marked "
                     "as changed and will be in the next one"
                 ) from outcome.error
-            self.tracker.settle()
         error, self._tidy_error = self._tidy_error, None
         if error is not None:
             raise SaveFailed(
@@ -406,9 +405,10 @@ class Writer:
                 # What is built upon a damaged file cannot be restored, and every round would meet it again.
                 log.warning("the next version of %s holds everything", self.store.url)
                 self._era_is_damaged = True
+            self._clear_away()
 
     def _clear_away(self) -> None:
-        """Delete what a failed save has written: on a full disk the next one needs the space."""
+        """Delete what a failed save or round has written: on a full disk the next one needs the space."""
         try:
             self.catalog.delete_leftovers(of_others=False)
         except Exception as error:  # the next writer clears it away

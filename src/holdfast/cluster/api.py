@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,14 +23,15 @@ import msgspec
 from holdfast.cluster.job import JobResult, Runner
 from holdfast.cluster.keys import load_keys
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.messages import Status
+from holdfast.cluster.messages import Happening, Status
+from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.planning import plan_job
 from holdfast.cluster.progress import JobProgress, Reports
-from holdfast.cluster.transport.address import listen_address
+from holdfast.cluster.transport.address import check_shared
 from holdfast.cluster.witness import ROWS_FOLDER
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
-from holdfast.errors import ConfigError, DataLoss
+from holdfast.errors import ConfigError, DataLoss, StoreLocked
 from holdfast.events import EventLog
 from holdfast.options import Kill, NoProtection, Protection
 from holdfast.recipe import Recipe, recipe_of
@@ -41,6 +43,8 @@ TEST_SAMPLES = 100_000
 """Of a ``Synthetic`` reader's test part, if none is given."""
 
 _MOST_RESTARTS = 10  # from checkpoints, when more was lost than the code covers
+_LOCKED_SECONDS = 90.0  # in which the lease of a supervisor that died runs out, after a minute
+_LOCKED_AGAIN_SECONDS = 2.0
 
 Made = object | str | tuple[str, Mapping[str, Any]]
 """A model or reader of Holdfast's, an import path "package.module:callable", or one with arguments."""
@@ -76,7 +80,7 @@ class Job:
             default all processes share all processors.
         run: the run's folder; by default a new one under ``runs/``.
         engine: where processes run: "local", on this machine.
-        bind: the address that processes listen on; any but loopback needs keys.
+        bind: the address that processes listen on, each on a free port; any but loopback needs keys.
         keys: the folder of keys (see ``holdfast.cluster.keys``).
         checkpoint: where to save the job, a folder or a URL; or the keys of the ``checkpoint`` section, such
             as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job goes on
@@ -190,7 +194,7 @@ class Job:
     ) -> JobResult:
         config, job = self.config, self.config.job
         keys = load_keys(job.keys) if job.keys else None
-        listen_address(job.bind, encrypted=keys is not None)  # what is refused is said here, not in a log
+        check_shared(job.bind, encrypted=keys is not None)  # what is refused is said here, not in a log
         kills = job.kills
         lost: tuple[str, ...] = ()
         earlier: Runner | None = None
@@ -200,13 +204,16 @@ class Job:
                 for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
                     for _ in range(count):
                         engine.warm(role)
-                plan = plan_job(config)
+                plan = plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
                 runner = Runner(plan, engine, folder, events, job.bind, job.keys or "", kills)
                 if earlier is not None:
                     if plan.resume is None:
                         raise DataLoss(lost[-1])
                     runner.happened, runner.failures = earlier.happened, earlier.failures
                     runner.say("job_restored", version=plan.resume.version, step=plan.resume.steps)
+                elif plan.resume is not None:  # its supervisor logs it, but nobody would see it
+                    figures = {"version": plan.resume.version, "step": plan.resume.steps}
+                    runner.happened.append(Happening(time.time(), "job_resumed", figures))
                 try:
                     return replace(runner.run(on_status, stop_requested), losses=lost)
                 except DataLoss as error:
@@ -217,6 +224,22 @@ class Job:
                     runner.say("data_lost", message=str(error))
                 finally:
                     shutil.rmtree(folder / ROWS_FOLDER, ignore_errors=True)
+
+
+def _plan_again(config: Config, earlier: Runner, stop_requested: Callable[[], bool]) -> JobPlan:
+    """The plan of a job that lost data: a store elsewhere stays locked for a while after a supervisor that
+    died."""
+    end, said = time.monotonic() + _LOCKED_SECONDS, False
+    while True:
+        try:
+            return plan_job(config)
+        except StoreLocked as error:
+            if stop_requested() or time.monotonic() > end:
+                raise
+            if not said:
+                said = True
+                earlier.say("store_locked", message=str(error), most_seconds=_LOCKED_SECONDS)
+        time.sleep(_LOCKED_AGAIN_SECONDS)
 
 
 def _checked(config: Config) -> Config:

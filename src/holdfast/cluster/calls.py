@@ -20,6 +20,7 @@ from holdfast.cluster.messages import (
     Commit,
     Install,
     Kept,
+    Lacks,
     Message,
     Part,
     Peer,
@@ -130,8 +131,8 @@ class Calls:
         self.kept_sequence = 0
         """The last push that all servers keep, whatever fails that the code covers, and its batch."""
         self.kept_batch: Position = START
-        self.used: tuple[Spread, Floats] | None = None
-        """The rows of the last group that were computed with last: a server that lost them takes these."""
+        self.network: tuple[Spread, Floats] | None = None
+        """The rows of the last group as this worker knew them last: a server that lost them takes these."""
         self._plan = plan
         self._first_values = first_values
         self._servers: dict[int, ServerInView] = {}
@@ -169,6 +170,10 @@ class Calls:
             self._servers[server.slot] = server
             if known is not None and known.incarnation == server.incarnation:
                 continue
+            # A server can only speak to whom it has heard, and it may have to ask: this says nothing else.
+            self._post(server.slot, Commit(0), ())
+            if self._plan.dense == "workers" and self._has_moved(server.slot):
+                self._install(server.slot, (len(self._plan.groups) - 1,))  # at once: it may be the last copy
             for push in self._pushes:
                 if push.committing:  # its predecessor had staged it
                     self._post(server.slot, *self._push_message(push, server.slot))
@@ -255,6 +260,8 @@ class Calls:
             self._keep(server, message.sequence)
         elif isinstance(message, Refused):
             self._take_refusal(server, message)
+        elif isinstance(message, Lacks) and not self._install(server, message.groups):
+            self._post(server, Install(()), ())
 
     def tick(self, now: float) -> None:
         """Ask again where an answer is overdue."""
@@ -287,10 +294,6 @@ class Calls:
                 if server in self._servers:
                     waiting[server] = min(question.asked, waiting.get(server, question.asked))
         return waiting
-
-    def _waits(self, server: int) -> float:
-        """How long this worker has waited for a server."""
-        return self._now - self.waiting_since().get(server, self._now)
 
     def _open(self) -> list[Call]:
         return [*self._pulls.values(), *(call for call in self._pushes if not call.done)]
@@ -326,22 +329,41 @@ class Calls:
         del call.questions[server]
         if call.done:
             del self._pulls[message.request]
+            if len(call.spreads[-1].places):
+                self.network = call.spreads[-1], call.rows[-1]
 
     def _install(self, server: int, groups: Sequence[int]) -> bool:
-        """Send first values of groups to a server; False: it is for another worker to do so."""
-        lost = self._plan.dense == "workers" and self._servers[server].incarnation > 1
-        if lost and self.used is None and self._waits(server) < self._plan.timing.stuck_seconds / 2:
-            return False  # another has newer ones
+        """Send a server values of groups: first ones, or those of the network that it has lost. False: this
+        worker has none."""
+        network = len(self._plan.groups) - 1
+        moved = self._plan.dense == "workers" and self._has_moved(server)
+        known = self._known_network(server) if moved else None
+        if moved and network in groups and known is None:
+            return False  # first values would undo what has been learned
         parts: list[Part] = []
         frames: list[Frame] = []
         for group in groups:
-            used = self.used if lost and group == len(self._plan.groups) - 1 else None
-            spread, values = used or self._first_values(group)
+            spread, values = known if known and group == network else self._first_values(group)
             here = spread.at(server)
             parts.append(Part(group, here.stop - here.start))
             frames += [spread.places[here], values[here]]
         self._post(server, Install(tuple(parts)), frames)
         return True
+
+    def _known_network(self, server: int) -> tuple[Spread, Floats] | None:
+        """A server's part of the network, if this worker has it."""
+        if self.network is not None:
+            return self.network
+        for call in self._pulls.values():
+            if len(call.spreads[-1].places) and server not in call.questions:
+                return call.spreads[-1], call.rows[-1]  # others have not answered yet
+        return None
+
+    def _has_moved(self, server: int) -> bool:
+        """Whether a server's rows were no longer the first values when its last incarnation died."""
+        cut = self._servers[server].cut
+        resumed = self._plan.resume is not None
+        return cut is not None and (resumed or any(mark.sequence for mark in cut.marks))
 
     def _take_pushed(self, server: int, message: Pushed, frames: Sequence[Frame]) -> None:
         call = self._numbered(message.sequence)

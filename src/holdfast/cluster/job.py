@@ -130,6 +130,7 @@ class Launcher:
         self._template = template
         self._current: dict[tuple[str, int], Peer] = {}
         self._supervisors = 0
+        self._left_at: float | None = None  # the supervisor ended, with the job
         self._died_at = 0
         self._spares_at: dict[Role, float] | None = None
         self._now = 0.0
@@ -173,8 +174,16 @@ class Launcher:
                     )
                 self._engine.start(self._assignment(peer))
                 self.started.append(peer)
+            elif peer.role == "supervisor":
+                self._left_at = now
             elif self._current.get((peer.role, peer.slot)) == peer:
                 self.exited.append(Exit(peer, code))
+        told = self.status is not None and (self.status.finished or self.status.failure is not None)
+        if self._left_at is not None and not told and now > self._left_at + _LAST_WORDS_SECONDS:
+            raise JobFailed(
+                "the supervisor died while the job was ending, before it could say how it ended: see its "
+                "logs; from a checkpoint, if it is saved, the job goes on and ends again"
+            )
         state: Literal["done", "held", "ready"] = (
             "done" if self.stopping else "held" if self.holding else "ready"
         )
@@ -403,10 +412,12 @@ class Runner:
                 f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
                 f"without them; {self._cure(status)} (logs: {logs})"
             )
-        if kind == "lost":
+        if kind in ("lost", "network"):
             why = f"more servers have died than a code of {self.plan.k} + {self.plan.r} covers"
             if self.plan.partial:
                 why = self.plan.partial_reason if self.plan.partial == "full" else "no server is left"
+            if kind == "network":
+                why = "only workers had copies, and none that has computed with them is left"
             return DataLoss(
                 f"{peer} {text} after {status.steps:,} steps: {why}; {self._cure(status, by_itself=True)} "
                 f"(logs: {logs})"

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from holdfast.cluster.messages import Change, Instant, LaneMessage, Peer, StripePart
 from holdfast.cluster.transport.base import Envelope, Frame
 
@@ -59,7 +61,7 @@ class OutLane:
         while self._waiting and _number_of(self._waiting[0]) <= number:
             message = self._waiting.popleft().message
             taken = True
-            if isinstance(message, Change):
+            if isinstance(message, Change) and not message.more:
                 self.batch = message.instant.batch
         if taken:
             self.since, self._patience, self._again = now, patience, now + patience
@@ -102,6 +104,20 @@ class InLane:
     """Of the newest message that was taken."""
     log: deque[LoggedChange] = field(default_factory=deque)
     """Batches that other parity servers may lack."""
+    _begun: list[tuple[Change, Sequence[Frame]]] = field(default_factory=list)
+
+    def begin(self, message: Change, frames: Sequence[Frame]) -> None:
+        """The next message is the beginning of a batch: it counts with the rest of it."""
+        self.number = message.number
+        self._begun.append((message, frames))
+
+    def whole(self, message: Change, frames: Sequence[Frame]) -> tuple[Change, Sequence[Frame]]:
+        """The last message of a batch, with all that have begun it."""
+        if not self._begun:
+            return message, frames
+        parts = [part for begun, _ in self._begun for part in begun.parts]
+        before = [frame for _, begun in self._begun for frame in begun]
+        return replace(message, parts=(*parts, *message.parts)), [*before, *frames]
 
     def take(self, message: LaneMessage, frames: Sequence[Frame]) -> None:
         """The next message counts."""
@@ -112,6 +128,7 @@ class InLane:
             before = Instant(message.instant.batch - 1) if isinstance(message, Change) else message.instant
             self.now = self.first = before
         if isinstance(message, Change):
+            self._begun.clear()
             self.now = message.instant
             self.log.append(LoggedChange(message.instant, message.parts, frames))
             while self.log and self.log[0].instant.batch <= message.stable:
@@ -120,6 +137,7 @@ class InLane:
     def undo(self, cut: Instant) -> list[LoggedChange]:
         """Go back to an instant, for good; what has to be undone, the newest first."""
         undone = []
+        self._begun.clear()
         while self.log and self.log[-1].instant.batch > cut.batch:
             undone.append(self.log.pop())
         self.now = self.log[-1].instant if self.log else self.first

@@ -106,6 +106,6 @@ class Cut:
 class Failure:
     """Why the job ends early."""
 
-    kind: Literal["server", "worker", "lost", "error"]
+    kind: Literal["server", "worker", "lost", "network", "error"]
     peer: Peer
     text: str

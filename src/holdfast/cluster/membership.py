@@ -37,6 +37,8 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.recoveries import Recoveries
 from holdfast.cluster.transport.base import Envelope, Frame
 
+_TESTS_OF_AN_EPOCH = 1 << 20
+
 _Entry = TypeVar("_Entry", ServerInView, WorkerInView)
 
 
@@ -88,9 +90,10 @@ class Supervisor:
         self._before = plan.resume.steps if plan.resume else 0
         self._hold = False
         self._ticked = now
-        self._test = 0
         self._tested_at = self._before
         known = storage.load() or Durable(servers=(1,) * plan.servers, workers=(1,) * plan.workers)
+        # Beyond all numbers of the supervisor before: the worker that tests does each number once.
+        self._test = self._tests_before = known.epoch * _TESTS_OF_AN_EPOCH
         self._durable = replace(known, epoch=known.epoch + 1)
         storage.save(self._durable)  # before anybody hears of this epoch
         self.servers = [ServerMember("server", s, i, now) for s, i in enumerate(known.servers)]
@@ -193,7 +196,16 @@ class Supervisor:
 
     def _is_whole(self, server: ServerMember) -> bool:
         """Whether a server has all of its rows."""
-        return server.stage == "started" and bool(server.marks) and not server.recovering
+        whole = server.beat is not None and not server.beat.redundancy.not_installed
+        return whole and server.stage == "started" and bool(server.marks) and not server.recovering
+
+    def _makes_wait(self, server: ServerMember) -> bool:
+        """Whether workers may well wait for a server though they reach it: it is not there yet, or lacks rows
+        that do not come from them. A checkpoint may take minutes to read."""
+        if server.stage != "started" or server.beat is None:
+            return True
+        lacking = server.beat.redundancy.rows - server.beat.redundancy.not_installed
+        return server.recovering and lacking > 0
 
     def announce(self, **changes: int) -> None:
         """Tell everybody what has become of a version: "committed" or "tidied"."""
@@ -370,7 +382,10 @@ class Supervisor:
         if (redundancy.wrong, redundancy.repaired) != server.wrong:
             server.wrong = redundancy.wrong, redundancy.repaired
             self._say("parities_wrong", server, wrong=redundancy.wrong, repaired=redundancy.repaired)
-        if redundancy.lost and self.plan.beyond != "rows":
+        if redundancy.network_lost and not redundancy.lost:
+            text = f"took over, but lacks {redundancy.not_installed:,} rows of the network"
+            self._fail(Failure("network", server.peer, text))
+        elif redundancy.lost and (self.plan.beyond != "rows" or redundancy.network_lost):
             text = f"took over, but could not recover {redundancy.lost}"
             self._fail(Failure("lost", server.peer, text))
         elif redundancy.rows:
@@ -461,7 +476,7 @@ class Supervisor:
         )
         steps = self.steps()
         if done and not waiting and self.cut is None and all(self._is_whole(s) for s in self.servers):
-            if not (self._test and self._tested_at == steps):
+            if not (self._test > self._tests_before and self._tested_at == steps):
                 self._start_test(steps)
             elif self._keeper is None or self._keeper.may_stop(self, now):
                 self.finished = True
@@ -470,7 +485,7 @@ class Supervisor:
             self._start_test(steps)
 
     def _last_test(self) -> int:
-        return self.tests[-1].number if self.tests else 0
+        return self.tests[-1].number if self.tests else self._tests_before
 
     def _start_test(self, steps: int) -> None:
         self._test += 1
@@ -482,7 +497,7 @@ class Supervisor:
             self._fail(Failure("error", member.peer, beat.error))
         elif isinstance(member, WorkerMember) and beat.stuck_on and member.stage == "started":
             # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
-            if all(self.servers[s].stage == "started" for s in beat.stuck_on) and all(
+            if not any(self._makes_wait(self.servers[s]) for s in beat.stuck_on) and all(
                 beat.view >= self.view.servers[s].since for s in beat.stuck_on
             ):
                 self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)

@@ -74,9 +74,18 @@ class Rows(Struct, frozen=True, array_like=True, tag="rows"):
 
 
 class Install(Struct, frozen=True, array_like=True, tag="install"):
-    """Worker → server: first values of a group. Frames: places, weights. Only the first one counts."""
+    """Worker → server: first values of a group. Frames: places, weights. Only the first one counts.
+
+    Without parts it answers ``Lacks``: this worker has none.
+    """
 
     parts: tuple[Part, ...]
+
+
+class Lacks(Struct, frozen=True, array_like=True, tag="lacks"):
+    """Server → worker, unasked: only workers can have the values of these groups."""
+
+    groups: tuple[int, ...]
 
 
 class Push(Struct, frozen=True, array_like=True, tag="push"):
@@ -180,6 +189,8 @@ class Change(Struct, frozen=True, array_like=True, tag="change"):
     stable: int
     """The newest batch that all parity servers have."""
     parts: tuple[StripePart, ...]
+    more: bool = False
+    """Whether the next one is of the same batch, which was too large for one message: all count together."""
 
 
 class Values(Struct, frozen=True, array_like=True, tag="values"):
@@ -295,6 +306,10 @@ class Redundancy(Struct, frozen=True, array_like=True):
     """… the version that they went back to (0: first values; -1: none did), …"""
     version_samples: int = 0
     """… and the samples that the job had been trained on by then."""
+    not_installed: int = 0
+    """Rows whose first values have not come; if the server took over, ``rows`` counts them, too."""
+    network_lost: bool = False
+    """Whether rows of the network are lost that only workers had copies of, or that no version has."""
 
 
 class Figures(Struct, frozen=True, array_like=True):
@@ -507,6 +522,7 @@ Message = (
     Pull
     | Rows
     | Install
+    | Lacks
     | Push
     | Commit
     | Pushed

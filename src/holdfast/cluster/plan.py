@@ -40,7 +40,10 @@ class LaneOptions(Struct, frozen=True, kw_only=True):
     seconds: float = 4.0
     """… or after so long, …"""
     idle_seconds: float = 0.5
-    """… or when nothing was pushed for so long."""
+    """… or when nothing was pushed for so long, …"""
+    most_bytes: int = 32 << 20
+    """… or when changes have so many bytes. What is more by itself goes in several messages: the transport
+    takes no larger ones than 256 MB."""
     window: int = 32
     """How many pushes of a worker may be waiting for that; after half of them parity servers are told."""
     chunk_rows: int | None = None

@@ -20,7 +20,7 @@ from holdfast.policy.pls import Decision, decide_recovery
 from holdfast.tables.plan import OptimizerPlan
 from holdfast.training.config import Config
 from holdfast.training.networks import build_network
-from holdfast.training.readers import build_readers
+from holdfast.training.readers import build_readers, check_test_part
 from holdfast.training.saving import CheckpointConfig
 
 
@@ -38,7 +38,8 @@ def plan_job(
     job = config.job
     protected, checkpoint = _protection(config, lanes)
     torch.manual_seed(config.seed)
-    reader, _ = build_readers(config)
+    reader, test_reader = build_readers(config)
+    check_test_part(test_reader)
     network = build_network(config, reader)
     rows = reader.table_rows
     chosen = config.optimizer

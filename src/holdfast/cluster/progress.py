@@ -278,7 +278,9 @@ def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
             )
         case "data_lost":
             text = f"data was lost: {figures['message']}"
-        case "job_restored":
+        case "store_locked":
+            text = f"the job waits for its store: {figures['message']}"
+        case "job_restored" | "job_resumed":  # after a loss, or as it starts
             text = f"the job goes on from version {figures['version']:,}, step {figures['step']:,}"
     return text
 

@@ -45,6 +45,8 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.tables.shard import GroupShard
 
+_Share = tuple[StripePart, Blocks, Records]
+
 
 class Protection:
     """The machine of it: no clock, no socket.
@@ -130,8 +132,13 @@ class Protection:
             self._pending_pushes += 1
             lanes, told = self.plan.lanes, self._flushed.marks[worker].sequence
             many = self._marks()[worker].sequence >= told + max(1, lanes.window // 2)
-            if many or self._pending_pushes >= lanes.pushes:
+            large = self._pending_bytes() >= lanes.most_bytes
+            if many or large or self._pending_pushes >= lanes.pushes:
                 self.flush(now)
+
+    def _pending_bytes(self) -> int:
+        """Of changes that have gathered."""
+        return sum(len(self._shards[g].changes) * self._shards[g].records[:1].nbytes for g in self.parities)
 
     def flush(self, now: float) -> None:
         """Make a batch of what has changed, and send it on its way."""
@@ -142,19 +149,20 @@ class Protection:
         self.batch += 1
         self._flushed = self._instant()
         self._batches.append(self._flushed)
-        shares: dict[int, tuple[list[StripePart], list[Frame]]] = {slot: ([], []) for slot in self._out}
+        shares: dict[int, list[_Share]] = {slot: [] for slot in self._out}
         for g in self.parities:
             placement = self.plan.placements[g]
             for member, blocks, differences in self._shards[g].changes.take():
                 for t in range(placement.r):
                     share = shares.get(placement.parity_server(self.me.slot, member, t))
                     if share is not None:
-                        share[0].append(StripePart(g, t, member, len(blocks)))
-                        share[1].extend((blocks, differences))
-        for slot, (parts, frames) in shares.items():
+                        share.append((StripePart(g, t, member, len(blocks)), blocks, differences))
+        for slot, share in shares.items():
             lane = self._out[slot]
-            message = Change(lane.next_number, self._flushed, self.stable, tuple(parts))
-            self._send(lane, message, frames, now)
+            messages = list(_in_messages(share, self.plan.lanes.most_bytes))
+            for left, (parts, frames) in zip(reversed(range(len(messages))), messages, strict=True):
+                message = Change(lane.next_number, self._flushed, self.stable, parts, more=left > 0)
+                self._send(lane, message, frames, now)
         self._advance()
 
     def tick(self, now: float) -> None:
@@ -239,8 +247,11 @@ class Protection:
         lane = self._in.get(source.slot)
         if lane is None or lane.source != source or self._incarnations.get(source.slot) != source.incarnation:
             return
-        if message.number == lane.number + 1:
+        if message.number == lane.number + 1 and isinstance(message, Change) and message.more:
+            lane.begin(message, frames)
+        elif message.number == lane.number + 1:
             if isinstance(message, Change):
+                message, frames = lane.whole(message, frames)
                 parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
                 for part, blocks, records in parts:
                     self._apply(part, blocks, records)
@@ -353,3 +364,28 @@ class Protection:
 
     def _post(self, target: Peer, message: Message) -> None:
         self.outbox.append(Envelope(self.me, target, message))
+
+
+def _in_messages(
+    share: Sequence[_Share], most_bytes: int
+) -> Iterator[tuple[tuple[StripePart, ...], list[Frame]]]:
+    """The parts and frames of each message that a parity server's share of a batch makes.
+
+    One at least: it hears of every batch.
+    """
+    parts: list[StripePart] = []
+    frames: list[Frame] = []
+    room = most_bytes
+    for part, blocks, differences in share:
+        row_bytes = blocks.itemsize + differences[:1].nbytes
+        first = 0
+        while first < part.rows:
+            if parts and room < row_bytes:
+                yield tuple(parts), frames
+                parts, frames, room = [], [], most_bytes
+            count = min(part.rows - first, max(1, room // row_bytes))
+            parts.append(msgspec.structs.replace(part, rows=count))
+            frames += [blocks[first : first + count], differences[first : first + count]]
+            room -= count * row_bytes
+            first += count
+    yield tuple(parts), frames

@@ -79,6 +79,8 @@ class Recovery:
         """How many rows of tables were lost and went back to what was saved, and to which version."""
         self.saved: SavedRecords | None = None
         """Where lost rows go back to; None: nowhere, the job ends."""
+        self.network_lost = False
+        """Whether rows of the network are lost and in no version: only workers know its first values."""
         self._lost: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
         self.hurry = False
         """Whether nobody trains meanwhile."""
@@ -103,6 +105,12 @@ class Recovery:
         self._requests = self._waves = 0
         self._scan_at = 0.0
         self._cursor: dict[tuple[int, int], int] = defaultdict(int)
+
+    def leave_out(self, group: int) -> None:
+        """Bring nothing back of a group that had no values yet: they are still to come, from a worker."""
+        if group in self._missing:
+            self._missing[group][:] = False
+            self._left[group] = 0
 
     @property
     def left(self) -> int:
@@ -249,6 +257,10 @@ class Recovery:
         if found is None:
             return
         records, version = found
+        network = len(self._shards) - 1
+        if version.version == 0 and any(ask.group == network for ask in self._going_back):
+            self.network_lost = True
+            return
         count = self.went_back.went_back
         for ask in self._going_back:
             shard = self._shards[ask.group]

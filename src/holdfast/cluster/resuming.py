@@ -81,7 +81,7 @@ def _resume(
         layouts=state.layouts,
         restores=version.restores + lossy,
         problems=tuple(problems),
-        same_servers=(state.servers, state.k, state.r) == (plan.servers, plan.k, plan.r),
+        same_servers=state.has_servers_of(plan),
     )
     # With other servers, rows that have moved would be moved about by two, neither knowing of the other.
     continues = resume.same_servers and not problems and _fits_era(plan, resume, reader, manifest)
@@ -104,23 +104,40 @@ def read_tree(reader: VersionReader) -> Any:
     return decode_tree(reader.dense(), f"{reader.store.url}: {reader.version.dense.name}")
 
 
-def restore_rows(
-    plan: JobPlan, shards: Sequence[GroupShard], store: Store, version: int, *, own_files: bool = False
-) -> Version:
+def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, version: int) -> Version:
     """Read the rows of one server, whatever servers saved them; all of them count as changed then.
 
-    With ``own_files``, all of them are known to be in files of its own slot.
+    Raises:
+        CorruptCheckpoint: some are not there: nothing may stand for them.
     """
+    read = [np.zeros(len(shard.records), np.bool_) for shard in shards]
+
+    def put(group: int, rows: Rows) -> None:
+        shard = shards[group]
+        mine = np.flatnonzero(shard.placement.owner(rows.ids) == shard.server)
+        if len(mine):
+            places = shard.placement.place(rows.ids[mine])
+            records = np.concatenate([np.take(field, mine, 0) for field in rows.fields], axis=1)
+            shard.write(places, records.view(np.uint32))
+            read[group][places] = True
+
     with open_version(store, version) as reader:
         tree = read_tree(reader)
         check_fit(plan, reader.groups, tree)
-        if own_files or (plan.resume is not None and plan.resume.same_servers):
+        # What the version itself says: an older one than the job goes on from may be of other servers.
+        if job_state(tree, reader.version, store.url).has_servers_of(plan):
             reader.files = [f for f in reader.files if f.entry.shard == shards[0].server]
-        reader.read_rows(lambda group, rows: _put(shards[group], rows))
+        reader.read_rows(put)
         network = network_records(plan, tree)
         if network is not None:
-            _put(shards[-1], Rows(np.arange(len(network)), (network.view(np.uint8),)))
-        for shard in shards:
+            put(len(shards) - 1, Rows(np.arange(len(network)), (network.view(np.uint8),)))
+        for shard, found in zip(shards, read, strict=True):
+            lacking = shard.rows - int(found.sum())
+            if lacking:
+                raise CorruptCheckpoint(
+                    f"version {version} of {store.url} lacks {lacking:,} of the {shard.rows:,} rows that "
+                    f"server {shard.server} has of group {shard.plan.name}"
+                )
             shard.installed = True
         return reader.version
 
@@ -139,7 +156,7 @@ def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> Redu
         if not own and (plan.resume is None or version.version > plan.resume.version):
             continue  # of another job's that has begun since
         try:
-            restore_rows(plan, shards, store, version.version, own_files=own)
+            restore_rows(plan, shards, store, version.version)
             samples = version.metadata.get("samples", 0)
             return Redundancy(went_back=rows, version=version.version, version_samples=samples)
         except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
@@ -181,13 +198,6 @@ class SavedRows:
             ]
             back = roll_back(plan, shards, self._store)
             self._found = [shard.records for shard in shards], back
-
-
-def _put(shard: GroupShard, rows: Rows) -> None:
-    mine = np.flatnonzero(shard.placement.owner(rows.ids) == shard.server)
-    if len(mine):
-        records = np.concatenate([np.take(field, mine, 0) for field in rows.fields], axis=1)
-        shard.write(shard.placement.place(rows.ids[mine]), records.view(np.uint32))
 
 
 def prepare_saving(server: Server) -> None:

@@ -14,6 +14,7 @@ import xxhash
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from holdfast.cluster.installing import Installing
 from holdfast.cluster.messages import (
     Beat,
     Collect,
@@ -144,6 +145,7 @@ class Server:
             if replaces:
                 self.recovery = Recovery(plan, self.shards, self.protection)
                 self.recovery.on_rows = self._serve_waiting
+        self._installing = Installing(me, plan, self.shards, self.outbox)
         self._now = 0.0
 
     @property
@@ -182,6 +184,8 @@ class Server:
             if self.recovery is None or not self.recovery.left:
                 self.rebuilding.scrub(now)
             self._tell_kept()
+        if self.started.epoch:
+            self._installing.tick(self.view, now)
         if now >= self._next_beat or self._told != self._news():
             self.beat(now)
 
@@ -211,7 +215,8 @@ class Server:
         """What the supervisor is to hear of at once."""
         recovery = self.recovery
         left = recovery is not None and recovery.left > 0
-        return self.restoring, self._saved(), left, recovery.lost() if recovery else ""
+        lost = recovery is not None and (recovery.lost(), recovery.network_lost)
+        return self.restoring, self._saved(), left, lost, self._installing.groups, self._installing.lost
 
     def marks(self) -> tuple[WorkerMark, ...]:
         """Where every worker stands."""
@@ -219,12 +224,17 @@ class Server:
 
     def redundancy(self) -> Redundancy:
         """What is still to be brought back."""
+        not_installed, network_lost = self._installing.rows, self._installing.lost
+        lacking = not_installed if self.me.incarnation > 1 else 0
         if self.protection is None:
-            return self.rolled_back
+            return replace(
+                self.rolled_back, rows=lacking, not_installed=not_installed, network_lost=network_lost
+            )
         recovery, rebuilding = self.recovery, self.rebuilding
+        network_lost = network_lost or (recovery is not None and recovery.network_lost)
         back = recovery.went_back if recovery else self.rolled_back
         return Redundancy(
-            rows=recovery.left if recovery else 0,
+            rows=lacking + (recovery.left if recovery else 0),
             recovered=recovery.recovered if recovery else 0,
             parities=rebuilding.lacking(),
             rebuilt=rebuilding.rebuilt,
@@ -237,6 +247,8 @@ class Server:
             went_back=back.went_back,
             version=back.version,
             version_samples=back.version_samples,
+            not_installed=not_installed,
+            network_lost=network_lost,
         )
 
     def figures(self) -> Figures:
@@ -270,6 +282,7 @@ class Server:
         elif isinstance(message, Commit):
             return self._commit(envelope, message)
         elif isinstance(message, Install):
+            self._installing.answered(source, message)
             self._install(message, frames)
         elif isinstance(message, Collect) and source.role == "supervisor" and self.saver is not None:
             return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
@@ -334,6 +347,8 @@ class Server:
                 kept = group in mine.cut.installed and shard.placement.r > 0
                 # Of partial recovery, rows of tables are here already; the network's come from a worker.
                 shard.installed = kept or (bool(self.plan.partial) and group < len(self.shards) - 1)
+                if self.recovery is not None and not kept:
+                    self.recovery.leave_out(group)
             self._cut = view.cut  # made without this server, and without its rows
             if self._witness is not None:
                 self._witness.cut = mine.cut.batch

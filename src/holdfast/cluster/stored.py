@@ -87,6 +87,12 @@ class JobState:
     workers: int
     k: int
     r: int
+    rings: int = 1
+
+    def has_servers_of(self, plan: JobPlan) -> bool:
+        """Whether each server of the plan has the rows that the server of its slot saved."""
+        saved = self.servers, self.k, self.r, self.rings
+        return saved == (plan.servers, plan.k, plan.r, plan.rings)
 
 
 def version_metadata(plan: JobPlan, samples: int) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class _Save:
 
     version: int
     baseline: bool
+    whole: bool
+    """Whether it holds all rows that have changed, not only those that matter most."""
     began: float
     incarnations: tuple[int, ...]
     """Of the servers: one that was replaced has no part of it."""
@@ -117,7 +119,7 @@ class Versions:
         self._era = 0
         self._beyond_bytes = 0
         self._last_number = 0
-        self._saved_steps = plan.resume.steps if plan.resume else 0
+        self._saved_steps = plan.resume.steps if plan.resume else 0  # whole: only those may be the last
         self._due_steps = self._saved_steps
         self._due_time = now
         self._final: float | None = None
@@ -215,7 +217,9 @@ class Versions:
         if own:
             # Its supervisor died before it could say so, perhaps.
             supervisor.announce(committed=newest.version)
-            self._saved_steps = self._due_steps = newest.step + 1
+            self._due_steps = newest.step + 1
+            if newest.baseline or self._policy.prioritize is None:  # of others it is not known to be whole
+                self._saved_steps = newest.step + 1
             self.saved = [v.version for v in manifest.versions if v.metadata.get("job") == self._plan.job]
         if (own or resumed) and manifest.last_version == newest.version:
             self._era = newest.era
@@ -248,9 +252,9 @@ class Versions:
         number = max(self._catalog.next_version(), self._last_number + 1, 1 + max(heard, default=0))
         self._last_number = number
         baseline = not self._era or self._baselines.due(self._full_bytes(), self._beyond_bytes)
-        self._save = _Save(number, baseline, now, tuple(s.incarnation for s in supervisor.servers))
-        self._due_steps, self._due_time = supervisor.steps(), now
         whole = baseline or self._policy.prioritize is None or self._final is not None
+        self._save = _Save(number, baseline, whole, now, tuple(s.incarnation for s in supervisor.servers))
+        self._due_steps, self._due_time = supervisor.steps(), now
         supervisor.request_cut(number, baseline=baseline, whole=whole)
 
     def _skip(self, supervisor: Supervisor, now: float) -> None:
@@ -262,8 +266,14 @@ class Versions:
     # One save
 
     def _advance_save(self, save: _Save, supervisor: Supervisor, now: float) -> None:
-        if save.incarnations != tuple(s.incarnation for s in supervisor.servers):
+        replaced = save.incarnations != tuple(s.incarnation for s in supervisor.servers)
+        if replaced and save.stage in ("cutting", "collecting"):
             self._drop("a server was replaced meanwhile")
+            self._final_tried = False  # it can be saved once the replacement has its rows
+        elif replaced and save.stage == "tidying":
+            # The version stands, its files stay as they are.
+            self._save = None
+            self._clearing = self._start(self._clear_away)
         elif save.stage == "cutting":
             self._advance_cutting(save, supervisor, now)
         elif save.stage in ("collecting", "tidying"):
@@ -284,6 +294,7 @@ class Versions:
         elif supervisor.cut is None or supervisor.cut.version != save.version:
             # The job was told to end meanwhile, and is saved when it has.
             self._save = None
+            self._final_tried = False
             self._say("checkpoint_skipped", step=self._due_steps)
 
     def _advance_asking(self, save: _Save, supervisor: Supervisor, now: float) -> None:
@@ -333,7 +344,8 @@ class Versions:
         assert save.cut is not None
         version = self._catalog.manifest.versions[-1]
         self._era = version.era
-        self._saved_steps = save.cut.steps
+        if save.whole:
+            self._saved_steps = save.cut.steps
         self.saved.append(save.version)
         written = sum(a.note.bytes for a in save.answers.values())
         slowest = max(a.message.seconds for a in save.answers.values())
@@ -391,7 +403,7 @@ class Versions:
         self._lock.renew()
         before = plan.resume.layouts if plan.resume else ()
         layouts = merge_layouts(*before, Layout(plan.workers, cut.positions))
-        state = JobState(layouts, cut.samples, plan.servers, plan.workers, plan.k, plan.r)
+        state = JobState(layouts, cut.samples, plan.servers, plan.workers, plan.k, plan.r, plan.rings)
         parts = encode_tree(dense_tree(plan, self._network(save), cut.steps, state))
         name = f"dense/{save.version:08}-{secrets.token_hex(6)}.safetensors"
         size = catalog.store.put(name, parts)

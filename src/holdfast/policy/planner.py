@@ -47,17 +47,26 @@ def _rank(estimate: Estimate) -> tuple[bool, float, float]:
     return estimate.objection is not None, round(estimate.overhead, 5), estimate.memory_share
 
 
+_PLANNED = {
+    "strategy", "every_steps", "every_seconds", "keep", "keep_every", "keep_seconds", "quantize",
+    "quantize_state", "prioritize", "fraction",
+}  # fmt: skip
+"""What a plan says of checkpoints: nothing of it may stay as it was."""
+
+
 def configuration(
     estimate: Estimate, *, servers: int, workers: int, path: str, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The keys of a configuration for ``holdfast train`` that has this protection; others as in ``base``."""
     values = dict(base or {})
     job = {**(values.get("job") or {}), "servers": servers, "workers": workers}
-    protection = estimate.settings.get("protection")
-    if protection is not None:
-        job["protection"] = dict(protection)
+    job.pop("protection", None)
+    if estimate.settings.get("protection") is not None:
+        job["protection"] = dict(estimate.settings["protection"])
     values["job"] = job
+    before = values.pop("checkpoint", None) or {}
     checkpoint = estimate.settings.get("checkpoint")
     if checkpoint is not None:
-        values["checkpoint"] = {**(values.get("checkpoint") or {}), "path": path, **checkpoint}
+        others = {key: value for key, value in before.items() if key not in _PLANNED}
+        values["checkpoint"] = {**others, "path": path, **checkpoint}
     return values

@@ -268,7 +268,8 @@ def partial(situation: Situation, wishes: Wishes) -> Estimate:
             "protection": {"kind": "partial", "target_pls": round(target, 4), "prioritize": PRIORITIZE},
             "checkpoint": {"strategy": "chunked", "every_seconds": _seconds(interval), "keep": 2},
         },
-        objection=_too_slow(situation, saves)
+        objection=("of one server nothing would be left" if situation.parts < 2 else None)
+        or _too_slow(situation, saves)
         or (None if decision.partial else f"does not pay: {decision.reason}"),
     )
 

@@ -133,7 +133,10 @@ class _Schedule:
 
     def _server_pause(self, slot: int) -> None:
         for peer in [p for p in self._network.nodes if p.role == "server" and p.slot == slot]:
-            self._network.pause(peer, self._random.uniform(0.1, 4.0))
+            seconds = self._random.uniform(0.1, 4.0)
+            self._network.pause(peer, seconds)
+            # Whoever waited for it may have it replaced even when it has just woken up.
+            self._doomed.append((self._network.now + seconds + 0.5, {slot}))
 
     def _server_and_worker(self, slot: int) -> None:
         """A worker dies with pushes that are not kept, and then the server that would have kept them."""

@@ -146,6 +146,7 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     staleness: NotNegative = 1
     """How many of its own batches a worker's rows may lack."""
     bind: str = "tcp://127.0.0.1"
+    """The address that processes listen on, without a port: each takes one that is free."""
     keys: str | None = None
     """The folder of keys: needed to listen anywhere but on this machine."""
     kill: tuple[str, ...] = ()

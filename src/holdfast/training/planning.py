@@ -117,7 +117,7 @@ def read_question(given: Given) -> Question:
     _rest(given, found)
     situation = Situation(**found.values, stop_to_write=given.stop_to_write, costs=_costs(given.costs))
     wishes = Wishes(
-        k=given.k, r=given.r, target_pls=given.target_pls, auc_loss_per_pls=given.auc_loss_per_pls
+        k=given.k, r=_parities(given.r), target_pls=given.target_pls, auc_loss_per_pls=given.auc_loss_per_pls
     )
     return Question(situation, wishes, tuple(found.assumed), measured, fits, log, config)
 
@@ -276,3 +276,9 @@ def write_configuration(
         out.write_text(header + yaml.safe_dump(values, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+
+
+def _parities(wanted: int | None) -> int | None:
+    if wanted is not None and not 1 <= wanted <= 3:
+        raise ConfigError(f"r is {wanted}: expected 1 to 3 parities")
+    return wanted

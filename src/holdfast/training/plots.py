@@ -132,6 +132,7 @@ def _title(events: Sequence[Event]) -> str:
     kinds = {
         "erasure-code": "a code of {k} + {r}",
         "replication": "{copies} copies of each row",
+        "partial": "partial recovery",
         "none": "no protection",
     }
     code = kinds[protection.get("kind", "none")].format(**protection)

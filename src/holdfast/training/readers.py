@@ -8,6 +8,7 @@ from holdfast.data.criteo import Criteo
 from holdfast.data.criteo_shape import capped_rows
 from holdfast.data.reader import Reader
 from holdfast.data.synthetic import Synthetic
+from holdfast.errors import DataError
 from holdfast.recipe import Recipe, check_has, make
 from holdfast.training.config import Config, OwnDataConfig, SyntheticConfig
 
@@ -23,6 +24,15 @@ def make_reader(recipe: Recipe, part: Literal["train", "test"], batch_size: int)
     reader = make(recipe, **{name: value for name, value in extra.items() if name not in recipe.arguments})
     check_has(reader, _MEMBERS, recipe.path, "a reader as holdfast.Reader describes it")
     return reader  # type: ignore[no-any-return]
+
+
+def check_test_part(reader: Reader) -> None:
+    """Raise DataError if there is nothing to test on: at the end all that was trained would be lost by it."""
+    if not any(len(batch) for batch in reader.split(0, 1)):
+        raise DataError(
+            "the test part of the data has no samples: give more data, more of it to test on, or other test "
+            "data"
+        )
 
 
 def build_readers(config: Config) -> tuple[Reader, Reader]:

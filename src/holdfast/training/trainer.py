@@ -19,7 +19,7 @@ from holdfast.training.config import Config
 from holdfast.training.metrics import auc, digest, log_loss
 from holdfast.training.networks import build_network
 from holdfast.training.optimizers import build_optimizers
-from holdfast.training.readers import build_readers
+from holdfast.training.readers import build_readers, check_test_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,11 @@ class Trainer:
     ) -> Result:
         """Train to the end, or until ``stop_requested`` says so between two steps; then test.
 
-        Raises TrainingDiverged when the loss is no longer a finite number.
+        Raises TrainingDiverged when the loss is no longer a finite number, and DataError, before it begins,
+        if there is nothing to test on.
         """
         config = self.config
+        check_test_part(self.test_reader)
         test: Test | None = None
         interrupted = False
         self.events.emit("run_started", parameters=sum(p.numel() for p in self.model.parameters()))

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -73,13 +74,15 @@ def test_a_lease_can_be_taken_over_only_after_its_end(
     pass_time(LONG - 1)
     with pytest.raises(StoreLocked, match="s3://b is being written by process"):
         Lease(shared, "s3://b", LONG)
-    first.renew()
+    first._prolong()
     pass_time(LONG - 1)
     with pytest.raises(StoreLocked):
         Lease(shared, "s3://b", LONG)
     pass_time(2)
     second = Lease(shared, "s3://b", LONG)
     for _ in range(2):
+        with pytest.raises(StoreLocked):
+            first._prolong()
         with pytest.raises(StoreLocked):
             first.renew()
     first.release()  # must not end the second's
@@ -89,12 +92,23 @@ def test_a_lease_can_be_taken_over_only_after_its_end(
     Lease(shared, "s3://b", LONG).release()
 
 
+def test_a_lease_by_a_clock_that_was_ahead_names_the_cure(
+    shared: MemoryObject, pass_time: Callable[[float], None]
+) -> None:
+    pass_time(30 * 86400)
+    lease = Lease(shared, "s3://b", LONG)
+    pass_time(-30 * 86400)
+    with pytest.raises(StoreLocked, match=r"a clock was ahead.* delete writer\.lease there"):
+        Lease(shared, "s3://b", LONG)
+    lease.release()
+
+
 def test_a_lease_that_ended_unnoticed_is_renewed(
     shared: MemoryObject, pass_time: Callable[[float], None]
 ) -> None:
     lease = Lease(shared, "s3://b", LONG)
     pass_time(2 * LONG)
-    lease.renew()
+    lease._prolong()
     with pytest.raises(StoreLocked):
         Lease(shared, "s3://b", LONG)
     lease.release()
@@ -112,7 +126,8 @@ def test_lost_answers_do_not_lock_a_writer_out(shared: MemoryObject) -> None:
     shared.answers_to_lose = 1
     lease = Lease(shared, "s3://b", LONG)
     shared.answers_to_lose = 1
-    lease.renew()
+    lease._prolong()
+    lease._prolong()
     lease.renew()
     assert shared.answers_to_lose == 0
     lease.release()
@@ -130,6 +145,36 @@ def test_it_is_renewed_in_the_background_also_after_a_failure(shared: MemoryObje
     assert not lease._renewer.is_alive()
     assert shared.content is not None
     assert json.loads(shared.content)["expires"] == 0
+
+
+def keep_on(lease: Lease) -> None:
+    with suppress(StoreError):
+        lease._prolong()
+
+
+def test_nobody_waits_for_a_store_that_does_not_answer(shared: MemoryObject) -> None:
+    """A trainer asks before every save: a request with all its retries may take a minute."""
+    asked, answer = threading.Event(), threading.Event()
+    lease = Lease(shared, "s3://b", LONG)
+
+    def hang(content: bytes, tag: str) -> str:
+        asked.set()
+        assert answer.wait(60)
+        raise StoreError("out of reach")
+
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(shared, "replace", hang)
+        renewer = threading.Thread(target=keep_on, args=(lease,))
+        renewer.start()
+        assert asked.wait(60)
+        trainer = threading.Thread(target=lease.renew, daemon=True)
+        trainer.start()
+        trainer.join(10)
+        waits = trainer.is_alive()
+        answer.set()
+        renewer.join()
+    assert not waits
+    lease.release()
 
 
 NONSENSE = (
@@ -158,5 +203,5 @@ def test_a_lease_that_turns_into_nonsense_is_lost(shared: MemoryObject, content:
     shared.content = content
     shared.version += 1
     with pytest.raises(StoreLocked, match="process unknown on host unknown"):
-        lease.renew()
+        lease._prolong()
     lease.release()

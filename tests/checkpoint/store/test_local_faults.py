@@ -129,8 +129,9 @@ def test_a_failed_read(root: Path, operation: str, code: int) -> None:
         assert_holds(store, OLD)
 
 
-def test_a_disk_without_hard_links(root: Path) -> None:
-    files = FaultyFiles("link", 1, errno.EOPNOTSUPP)
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EPERM], ids=errno.errorcode.get)
+def test_a_disk_without_hard_links(root: Path, code: int) -> None:
+    files = FaultyFiles("link", 1, code)
     with (
         LocalStore(root, create=True, files=files) as store,
         pytest.raises(StoreError, match="no hard links: use another folder"),

@@ -81,7 +81,13 @@ def test_every_other_failure_is_a_store_error_too(
 
 
 @pytest.mark.parametrize(
-    "error", [ConnectionResetError("gone"), TimeoutError("gone"), OSError(errno.EHOSTUNREACH, "gone")]
+    "error",
+    [
+        ConnectionResetError("gone"),
+        TimeoutError("gone"),
+        OSError(errno.EHOSTUNREACH, "gone"),
+        OSError(errno.EMFILE, "gone"),
+    ],
 )
 def test_a_lost_connection_is_told_apart(
     store: Store, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -94,3 +100,28 @@ def test_a_lost_connection_is_told_apart(
         store.list()
     monkeypatch.undo()
     assert names_in(store) == ["before"]
+
+
+def test_the_next_writer_clears_hidden_files_away(store: Store) -> None:
+    """What a writer leaves that is killed between writing a file and giving it its name."""
+    memory = fsspec.filesystem("memory")
+    for path in ("new/.partial-1", ".partial-2", "Mine/.partial-3"):
+        memory.pipe_file(f"/faults/store/{path}", b"x")
+    store.put("new/object", [b"x"])
+    store.lock_writer().release()
+    left = [path for path in memory.find("/faults/store") if ".partial-" in path]
+    assert left == ["/faults/store/Mine/.partial-3"]
+    assert names_in(store) == ["before", "new/object"]
+
+
+def test_a_store_that_cannot_be_listed_is_not_left_locked(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise LostConnection("gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(fsspec.filesystem("memory")), "find", fail)
+        with pytest.raises(StoreError, match="LostConnection: gone"):
+            store.lock_writer()
+    store.lock_writer().release()

@@ -30,6 +30,8 @@ def open_store(
     """
     text = os.fspath(url)
     scheme, separator, _ = text.partition("://")
+    if not separator and scheme.startswith("file:"):
+        raise ConfigError(f"{text!r} is neither a path nor a URL: write file:///path, or ./{text}")
     if not separator:
         return _open_local(text, create, options)
     if scheme == "file":
@@ -37,6 +39,10 @@ def open_store(
         if parts.netloc not in ("", "localhost"):
             raise ConfigError(
                 f"{text!r} names the host {parts.netloc!r}: write file:///path for a folder here"
+            )
+        if parts.query or parts.fragment or text.endswith(("?", "#")):
+            raise ConfigError(
+                f"{text!r} has a '?' or '#', which end the path in a URL: write %3F or %23, or the bare path"
             )
         return _open_local(unquote(parts.path), create, options)
     # The other stores need packages that not every user has, so they are imported when asked for.
@@ -52,6 +58,8 @@ def open_store(
 def _open_local(path: str, create: bool, options: Mapping[str, object] | None) -> Store:
     from holdfast.checkpoint.store.local import LocalStore  # noqa: PLC0415
 
+    if not path:
+        raise ConfigError("the path of the store is empty: name a folder, '.' for this one")
     if options:
         raise ConfigError(
             f"the store {path!r} is a folder, which takes no options, but got {sorted(options)}"

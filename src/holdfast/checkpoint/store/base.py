@@ -41,6 +41,13 @@ _CONNECTION_LOST = {
     errno.ENOTCONN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN,
 }  # fmt: skip
 
+_NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def is_out_of_resources(error: Exception) -> bool:
+    """Say whether an error is of this process or machine, and says nothing of the store."""
+    return isinstance(error, OSError) and error.errno in _NO_RESOURCES
+
 
 def is_connection_lost(error: Exception) -> bool:
     """Say whether an error is of the way to a store, not of anything in it."""
@@ -202,7 +209,9 @@ class WriterLock(ABC):
 
     @abstractmethod
     def renew(self) -> None:
-        """Make sure that the lock is still held, and prolong it where it can run out.
+        """Make sure that the lock is not known to be lost.
+
+        Returns at once: a lock that can run out is prolonged in the background.
 
         Raises:
             StoreLocked: another writer has taken the store over.

@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Protocol
 
-from holdfast.checkpoint.store.base import WriterLock
+from holdfast.checkpoint.store.base import LEASE_OBJECT, WriterLock
 from holdfast.checkpoint.store.local_lock import NONSENSE, read_holder
 from holdfast.errors import StoreError, StoreLocked
 
@@ -58,12 +58,19 @@ class Lease(WriterLock):
         self._renewer.start()
 
     def renew(self) -> None:
-        """Prolong the lease; raises `StoreLocked` if another writer took it over after it had run out."""
+        """Raise `StoreLocked` if it is known that another writer took the lease over after it had run out.
+
+        Its own thread prolongs it: a trainer that calls this must not wait for a store that does not answer.
+        So nothing is asked here, and no lock is taken that is held while something is being asked.
+        """
+        if self._taken_by is not None:
+            raise self._taken_by
+        if self._released.is_set():
+            raise StoreError(f"the lease on {self._url} was released: lock the store again")
+
+    def _prolong(self) -> None:
         with self._guard:
-            if self._taken_by is not None:
-                raise self._taken_by
-            if self._released.is_set():
-                raise StoreError(f"the lease on {self._url} was released: lock the store again")
+            self.renew()
             try:
                 self._tag = self._object.replace(self._note(self._seconds), self._tag)
             except LeaseChanged:
@@ -105,7 +112,7 @@ class Lease(WriterLock):
     def _keep(self) -> None:
         while not self._released.wait(self._seconds / 3):
             try:
-                self.renew()
+                self._prolong()
             except StoreLocked:
                 return  # the writer is told by its own next renew()
             except StoreError:
@@ -131,9 +138,14 @@ class Lease(WriterLock):
         when = (
             datetime.fromtimestamp(ends, UTC).isoformat(timespec="seconds") if ends > 0 else "an unknown time"
         )
+        cure = (
+            f"; a clock was ahead, no lease is that long: if the process is gone, delete {LEASE_OBJECT} there"
+            if ends > time.time() + 2 * self._seconds
+            else ""
+        )
         return StoreLocked(
             f"{self._url} is being written by process {pid or 'unknown'} on host {host}: "
-            f"stop it, or wait until its lease runs out at {when}",
+            f"stop it, or wait until its lease runs out at {when}{cure}",
             host,
             pid,
         )

@@ -27,6 +27,7 @@ from holdfast.checkpoint.store.base import (
     check_prefix,
     is_connection_lost,
     is_name,
+    is_out_of_resources,
 )
 from holdfast.checkpoint.store.local_files import Entry, Files, split
 from holdfast.checkpoint.store.local_lock import LocalLock
@@ -53,6 +54,10 @@ def explain(error: OSError, doing: str, what: str) -> StoreError:
         return StoreError(f"no permission to {doing} {what} ({reason}): check its owner, mode and mount")
     if error.errno in _NO_LINKS:
         return StoreError(f"could not {doing} {what}: its file system has no hard links: use another folder")
+    if is_out_of_resources(error):
+        return StoreUnreachable(
+            f"could not {doing} {what} ({reason}): raise the limit on open files (ulimit -n), or free memory"
+        )
     if is_connection_lost(error):
         return StoreUnreachable(f"could not {doing} {what} ({reason}): check the network and the mount")
     return StoreError(f"could not {doing} {what} ({reason}): check the disk, then try again")
@@ -235,7 +240,13 @@ class LocalStore(Store):
                 self._files.close(handle)
             with self._unsynced_guard:
                 self._unsynced.add(folder)
-            self._files.link(partial, name)
+            try:
+                self._files.link(partial, name)
+            except OSError as error:
+                if error.errno != errno.EPERM:
+                    raise
+                # The file is our own, just made: Linux says so on file systems without hard links.
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP)) from error
         finally:
             # What cannot be removed now is never listed, and the next writer clears it away.
             with suppress(OSError):

@@ -28,6 +28,7 @@ from holdfast.checkpoint.store.base import (
     check_prefix,
     is_connection_lost,
     is_name,
+    is_out_of_resources,
 )
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
 from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError, StoreUnreachable
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _LEASE_SECONDS = 60.0
+_PATTERN_MARKS = "*?["  # a move would look for what matches, find nothing, and say nothing
 _MISSING = (FileNotFoundError, NotADirectoryError)
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
@@ -57,7 +59,8 @@ def _explained(doing: str, what: str) -> Iterator[None]:
         raise StoreError(f"no permission to {doing} {what} ({error}): check the credentials") from error
     except Exception as error:
         # Each file system behind fsspec raises errors of its own, so all of them are taken.
-        kind = StoreUnreachable if is_connection_lost(error) else StoreError
+        unreachable = is_connection_lost(error) or is_out_of_resources(error)
+        kind = StoreUnreachable if unreachable else StoreError
         raise kind(f"could not {doing} {what} ({type(error).__name__}: {error}): try again later") from error
 
 
@@ -99,6 +102,11 @@ class FsspecStore(Store):
         except (ImportError, ValueError, TypeError) as error:
             raise ConfigError(f"fsspec cannot open {scheme}:// URLs such as {url!r}: {error}") from error
         self._root = str(root).rstrip("/")
+        if any(mark in self._root for mark in _PATTERN_MARKS):
+            raise ConfigError(
+                f"{url!r} has one of {' '.join(_PATTERN_MARKS)} in it, which fsspec takes for a pattern: "
+                "choose another path"
+            )
         with _explained("open", f"the store {self.url}"):
             if create:
                 self._system.makedirs(self._root, exist_ok=True)
@@ -150,8 +158,18 @@ class FsspecStore(Store):
                 self._system.rm_file(self._path(name))
 
     def lock_writer(self) -> WriterLock:
-        """Take a lease, renewed in the background; see `Store.lock_writer` and this module."""
-        return Lease(_FsspecLease(self._system, self._path(LEASE_OBJECT), self.url), self.url, _LEASE_SECONDS)
+        """Take a lease, renewed in the background, and clear away what a writer that died left half done.
+
+        See `Store.lock_writer` and this module.
+        """
+        lease = _FsspecLease(self._system, self._path(LEASE_OBJECT), self.url)
+        lock = Lease(lease, self.url, _LEASE_SECONDS)
+        try:
+            self._delete_partial()
+        except BaseException:
+            lock.release()
+            raise
+        return lock
 
     def close(self) -> None:
         """Nothing is held open: fsspec keeps file systems for the life of the process."""
@@ -175,6 +193,19 @@ class FsspecStore(Store):
                 with suppress(Exception):
                     self._system.rm_file(partial)
                 raise
+
+    def _delete_partial(self) -> None:
+        with _explained("list", f"the store {self.url}"):
+            try:
+                found = self._fresh().find(self._root)
+            except FileNotFoundError:
+                return
+        for path in map(str, found):
+            folder, _, last = path[len(self._root) + 1 :].rpartition("/")
+            # Folders that no object can be in are not the store's.
+            if last.startswith(PARTIAL_PREFIX) and (not folder or is_name(folder)):
+                with suppress(Exception):  # it is never listed, and the next writer tries again
+                    self._system.rm_file(path)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

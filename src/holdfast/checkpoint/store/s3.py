@@ -203,7 +203,10 @@ class S3Store(Store):
         self.url = url.rstrip("/")
         self._lease_seconds = options.lease_seconds
         with _explained("open", f"the store {self.url}"):
-            self._bucket = Bucket(bucket, prefix=prefix or None, **options.bucket_settings())
+            try:
+                self._bucket = Bucket(bucket, prefix=prefix or None, **options.bucket_settings())
+            except ValueError as error:
+                raise ConfigError(f"{url!r} cannot be a store's URL: {error}") from None
             # Asked in any case, so that a wrong key or bucket shows here and not hours later.
             page = next(iter(obstore.list(self._bucket, chunk_size=1)), [])
         if not page and not create:

@@ -6,7 +6,7 @@ import ipaddress
 
 from holdfast.errors import ConfigError
 
-_EXAMPLES = "tcp://127.0.0.1, tcp://127.0.0.1:4000 or ipc:///a/path"
+_EXAMPLES = "tcp://127.0.0.1"
 _IPC_BYTES = 107  # the kernel's limit for the path of a socket
 
 
@@ -21,6 +21,15 @@ def listen_address(bind: str, encrypted: bool) -> str:
             f"{bind!r} is no address that others can connect to; name the address of one interface"
         )
     return f"tcp://[{address}]:{port or '*'}" if ":" in address else f"tcp://{address}:{port or '*'}"
+
+
+def check_shared(bind: str, encrypted: bool) -> None:
+    """Raises ConfigError unless all processes of a job can listen there, each on a port of its own."""
+    if not listen_address(bind, encrypted).endswith(":*"):
+        raise ConfigError(
+            f"{bind!r} is an address for one process, but all of a job's listen on it: expected one without "
+            f"a port, such as {_EXAMPLES}; each takes a port that is free"
+        )
 
 
 def check_reachable(endpoint: str, encrypted: bool) -> None:
@@ -50,7 +59,7 @@ def _parts(address: str, encrypted: bool) -> tuple[str, str]:
     if not encrypted and not _is_loopback(host):
         raise ConfigError(
             f"{address!r} is not on this machine: without keys anybody who can reach it could read and "
-            "change the model; expected 127.0.0.1, ::1, localhost or ipc, or make keys with "
+            "change the model; expected 127.0.0.1, ::1 or localhost, or make keys with "
             "holdfast.cluster.keys.make_keys"
         )
     return host, port

@@ -47,7 +47,7 @@ class Network:
     now: float = 0.0
     nodes: dict[Peer, Node] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    """What happened to messages: sent, lost, repeated, cut, undeliverable."""
+    """What happened to messages: sent, lost, repeated, cut, undeliverable, without a route."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -56,6 +56,7 @@ class Network:
         self._paused: dict[Peer, list[Callable[[], None]]] = {}
         self._cut: dict[frozenset[tuple[str, int]], float] = {}
         self._last: dict[tuple[Peer, Peer], float] = {}
+        self._routes: set[tuple[Peer, Peer]] = set()
 
     def add(self, node: Node) -> None:
         """A node comes to life."""
@@ -101,6 +102,10 @@ class Network:
 
     def _send(self, envelope: Envelope) -> None:
         self.counts["sent"] += 1
+        self._routes.add((envelope.target, envelope.source))  # they connect, even if what is said is lost
+        if _is_answer(envelope) and (envelope.source, envelope.target) not in self._routes:
+            self.counts["without a route"] += 1
+            return
         until = self._cut.get(_link(envelope.source, envelope.target))
         if until is not None and self.now < until:
             self.counts["cut"] += 1
@@ -149,6 +154,11 @@ class Network:
     def _resume(self, peer: Peer) -> None:
         for action in self._paused.pop(peer, []):
             self.at(self.now, action)
+
+
+def _is_answer(envelope: Envelope) -> bool:
+    """Workers connect to servers, who have no way to them before that."""
+    return envelope.source.role == "server" and envelope.target.role == "worker"
 
 
 def _link(a: Peer, b: Peer) -> frozenset[tuple[str, int]]:
