@@ -34,7 +34,7 @@ bench: venv
 
 soak: venv
 	$(BIN)/holdfast chaos --simulated $(SCHEDULES)
-	$(PYTEST) -m soak --timeout 3600
+	$(PYTEST) -m soak -o faulthandler_timeout=3600
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -241,7 +241,6 @@ def test_a_network_that_has_begun_anew_is_found(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("servers", "workers", "protect", "atomic", "dense"),
@@ -265,7 +264,6 @@ def test_two_minutes(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_two_minutes_beyond_the_code(tmp_path: Path) -> None:
     """Hole 17: what is lost is said, and the job goes on from its checkpoint."""
     result = run_chaos(ChaosOptions(5, 2.0, beyond=True, run=str(tmp_path / "r")))
