@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,8 @@ class _Watched:
     """What is known of one table."""
 
     table: LiveTable
+    sparse: bool
+    """Whether its gradients are."""
     version: int
     """PyTorch's count of what was written to the weights, when the last step was done."""
     looked_up: bool = False
@@ -52,11 +54,6 @@ class _Watched:
     """That had gradients."""
     applied: Callable[[], Tensor | None] = lambda: None
     """The gradient of the last step: if the next one finds the same, it has not been cleared."""
-
-    @property
-    def sparse(self) -> bool:
-        """Whether its gradients are."""
-        return all(module.sparse for module in self.table.modules)
 
     @property
     def renormalized(self) -> bool:
@@ -87,7 +84,10 @@ class Watch:
     def follow(self, tables: Mapping[str, LiveTable]) -> None:
         """Watch these tables from now on, and no others."""
         self._hooks.close()
-        self._tables = {name: _Watched(table, _version(table)) for name, table in tables.items()}
+        self._tables = {
+            name: _Watched(table, all(module.sparse for module in table.modules), _version(table))
+            for name, table in tables.items()
+        }
         for watched in self._tables.values():
             for module in watched.table.modules:
                 hook = _Marker(self, watched)
@@ -128,8 +128,9 @@ class Watch:
         """Mark the rows that a module is given."""
         watched.looked_up = True
         try:
-            ids = found.detach().reshape(-1)
-            ids = (ids if ids.dtype == torch.int64 else ids.long()).numpy()
+            # Most are plain already, and every call of torch's takes as long as marking hundreds of rows.
+            plain = found.dtype is torch.int64 and found.dim() == 1
+            ids = (found if plain else found.detach().reshape(-1).long()).numpy()
         except (AttributeError, RuntimeError, TypeError):
             return  # no plain tensor of ids: what it changes shows in the gradients
         self._tracker().mark(watched.table.name, ids)
@@ -137,8 +138,8 @@ class Watch:
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         tracker = self._tracker()
         answers: dict[tuple[Any, ...], bool] = {}  # tables of one parameter group are alike, as a rule
-        for group, watched, gradient in self._with_gradients(optimizer):
-            name, weight, sparse = watched.table.name, watched.table.modules[0].weight, watched.sparse
+        for group, watched, weight, gradient in self._with_gradients(optimizer):
+            name, sparse = watched.table.name, watched.sparse
             written = weight._version != watched.version and not watched.renormalized
             key = id(group), sparse, weight.dtype
             if key not in answers:
@@ -146,7 +147,7 @@ class Watch:
             if written or answers[key] or (sparse and not gradient.is_sparse):
                 tracker.mark_table(name)
             elif gradient.is_sparse:
-                tracker.mark(name, gradient._indices()[0].numpy(), counts=False)  # as its lookup has
+                tracker.mark(name, gradient._indices().numpy()[0], counts=False)  # as its lookup has
             else:
                 self._search(watched, gradient, tracker)
 
@@ -166,22 +167,22 @@ class Watch:
         watched.to_search = max(0, watched.to_search - 1)
 
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        for _, watched, gradient in self._with_gradients(optimizer):
+        for _, watched, weight, gradient in self._with_gradients(optimizer):
             watched.looked_up = False
             watched.steps += 1
             watched.applied = weakref.ref(gradient)
-            watched.version = watched.table.modules[0].weight._version
+            watched.version = weight._version
 
-    def _with_gradients(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], _Watched, Tensor]]:
-        """The tables that a step changes, with their parameter groups."""
+    def _with_gradients(
+        self, optimizer: Optimizer
+    ) -> Iterator[tuple[Mapping[str, Any], _Watched, Tensor, Tensor]]:
+        """The tables that a step changes: their parameter groups, what is known, weights and gradients."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        found: list[tuple[Mapping[str, Any], _Watched, Tensor]] = []
         for watched in self._tables.values():
             weight = watched.table.modules[0].weight
-            group = groups.get(id(weight))
-            if group is not None and weight.grad is not None:
-                found.append((group, watched, weight.grad))
-        return found
+            group, gradient = groups.get(id(weight)), weight.grad
+            if group is not None and gradient is not None:
+                yield group, watched, weight, gradient
 
 
 class _Marker:
