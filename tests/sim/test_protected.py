@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.cluster import calls, lanes, membership, parity, protection, rebuilding, server, transaction
-from holdfast.cluster.messages import Change, Peer
+from holdfast.cluster.messages import Peer
 from holdfast.cluster.plan import LaneOptions, Resume
+from holdfast.cluster.stripe_messages import Change
 from holdfast.cluster.transport.memory import Weather
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate

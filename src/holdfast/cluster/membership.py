@@ -24,7 +24,6 @@ from holdfast.cluster.messages import (
     Evaluation,
     Exit,
     Instant,
-    Message,
     Peer,
     Redundancy,
     Saved,
@@ -36,6 +35,7 @@ from holdfast.cluster.messages import (
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.recoveries import Recoveries
 from holdfast.cluster.transport.base import Envelope, Frame
+from holdfast.cluster.wire import Message
 
 _TESTS_OF_AN_EPOCH = 1 << 20
 

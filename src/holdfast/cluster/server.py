@@ -22,21 +22,15 @@ from holdfast.cluster.messages import (
     Figures,
     Install,
     Kept,
-    LaneMessage,
-    Message,
     Part,
     Peer,
     Pull,
     Push,
     Pushed,
-    ReadStripes,
-    Recover,
     Redundancy,
     Refused,
     Rows,
     ServerInView,
-    Syndromes,
-    Taken,
     View,
     ViewNumber,
     WorkerMark,
@@ -46,10 +40,12 @@ from holdfast.cluster.protection import Protection
 from holdfast.cluster.rebuilding import Rebuilding
 from holdfast.cluster.recovery import Recovery
 from holdfast.cluster.saver import Saver
+from holdfast.cluster.stripe_messages import LaneMessage, ReadStripes, Recover, Syndromes, Taken
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.cluster.transport.zmq import Counters
 from holdfast.cluster.waiting import Waiting
+from holdfast.cluster.wire import Message
 from holdfast.cluster.witness import Witness
 from holdfast.tables.shard import GroupShard
 
