@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import holdfast as hf
 from holdfast.checkpoint import api
-from holdfast.checkpoint.background import Background
+from holdfast.checkpoint.background import Background, Latch
+from holdfast.checkpoint.store.local import LocalStore
 from tests.checkpoint.by_hand import SECONDS, Rows, in_time, restored
 
 
@@ -117,7 +121,11 @@ class TestBackground:
 
     def test_closing_from_its_own_thread(self) -> None:
         background = Background("test")
-        background.submit(background.close)
+
+        def close() -> None:
+            background.close()
+
+        background.submit(close)
         assert in_time(background.wait) is None
         assert in_time(background.close) is None
 
@@ -139,3 +147,61 @@ class TestBackground:
         gate.set()
         background.close()
         assert not done
+
+    def test_interrupts_leave_nothing_locked(self) -> None:
+        """Wherever they come, also right behind the taking of a lock."""
+        background, done = Background("test"), 0
+        main = threading.get_ident()
+
+        def strike(seconds: float) -> None:
+            time.sleep(seconds)
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+        try:
+            for i in range(400):
+                thread = threading.Thread(target=strike, args=(1e-6 * i,))
+                with contextlib.suppress(KeyboardInterrupt):
+                    thread.start()
+                    try:
+                        while thread.is_alive():
+                            latch = Latch()
+                            background.submit(latch.open)
+                            latch.wait()
+                            done += 1
+                    except KeyboardInterrupt:
+                        pass
+                    thread.join()
+                thread.join()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert done > 400
+        latch = Latch()
+        assert in_time(lambda: background.submit(latch.open)) is None
+        assert in_time(latch.wait) is None
+        assert in_time(background.close) is None
+
+
+def test_a_forgotten_one_that_cannot_end_now_ends_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector of garbage may come while a lock is held that the save needs."""
+    monkeypatch.setattr(api, "_PATIENCE_SECONDS", 0.05)
+    held, real = threading.Lock(), LocalStore.publish
+
+    def publish(*arguments: Any) -> Any:
+        with held:
+            return real(*arguments)
+
+    monkeypatch.setattr(LocalStore, "publish", publish)
+    run = Rows()
+    before = set(threading.enumerate())
+    ckpt = hf.Checkpointer(tmp_path, run.objects)
+    with held:
+        ckpt.save(0)
+        del ckpt
+        gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(SECONDS)
+    with hf.Checkpointer(tmp_path, run.objects) as ckpt:
+        assert ckpt.restore() == 1

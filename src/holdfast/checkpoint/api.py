@@ -16,14 +16,17 @@ A restore reads the pieces that its version needs, once each (``restore.py``), i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
 import operator
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -104,6 +107,7 @@ class Checkpointer:
         self._captured_before = False
         # Who forgets to close it gets what is under way written all the same, and the lock freed.
         self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, os.getpid())
+        _note_the_end()
         self._last_step: int | None = None
         self._last_save_step: int | None = None
         self._last_save_time = time.monotonic()
@@ -330,11 +334,35 @@ def _row_ids(rows: Any, table: str, count: int) -> NDArray[np.int64]:
     return np.ascontiguousarray(ids, np.int64)
 
 
+_ending = False
+_PATIENCE_SECONDS = 10.0
+
+
+@cache
+def _note_the_end() -> None:
+    """Know when the program ends: before what is forgotten is closed, as it is registered after that."""
+
+    def note() -> None:
+        global _ending  # noqa: PLW0603
+        _ending = True
+
+    atexit.register(note)
+
+
 def _close_forgotten(writer: Writer, cleanup: contextlib.ExitStack, pid: int) -> None:
     """When a Checkpointer is gone that nobody closed, or the program ends before it does."""
     if os.getpid() != pid:
         return  # a process that was forked off: thread and lock are its parent's
     log.warning("the Checkpointer of %s was not closed: use it in a with statement", writer.store.url)
+    if not _ending and not writer.finish(_PATIENCE_SECONDS):
+        # The collector of garbage stops a thread anywhere, also where it has a lock that saving waits for.
+        # The program does not end before this one.
+        threading.Thread(target=_close, args=(writer, cleanup), name="holdfast-close").start()
+        return
+    _close(writer, cleanup)
+
+
+def _close(writer: Writer, cleanup: contextlib.ExitStack) -> None:
     try:
         writer.close()
     except HoldfastError as error:

@@ -1,4 +1,11 @@
-"""One thread that does one thing at a time, and never loses an error."""
+"""One thread that does one thing at a time, and never loses an error.
+
+A trainer may be interrupted (Ctrl-C) wherever it is in here, and may go on. ``threading.Condition`` and all
+that is built upon it are entered by code of Python's, in which the interrupt can come when the lock is taken
+already and nobody is there yet to give it back: the other thread would wait for good. So locks are taken by
+``with lock``, which cannot be interrupted half-way, and what a trainer waits for is a ``Latch``, not an event
+or a future.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +19,27 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 
 
+class Latch:
+    """Is opened once, by one thread; another waits for that."""
+
+    def __init__(self) -> None:
+        self._closed = threading.Lock()
+        self._closed.acquire()
+
+    def open(self) -> None:
+        """Let whoever waits go on."""
+        self._closed.release()
+
+    def is_open(self) -> bool:
+        """Whether that has happened."""
+        return not self._closed.locked()
+
+    def wait(self) -> None:
+        """Return when that has happened."""
+        with self._closed:
+            pass
+
+
 class Background:
     """Runs jobs in a thread, one after the other; at most one is waiting.
 
@@ -20,7 +48,8 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._waiting: Callable[[], None] | None = None
         self._running: Callable[[], None] | None = None
         self._closed = False
@@ -29,7 +58,7 @@ class Background:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Hand over a job; waits while another one is waiting already."""
-        with self._condition:
+        with self._lock:
             self._condition.wait_for(lambda: self._waiting is None or self._closed)
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed and takes no more jobs")
@@ -42,7 +71,7 @@ class Background:
 
     def withdraw(self, job: Callable[[], None]) -> bool:
         """Take a job back; False if it is being done."""
-        with self._condition:
+        with self._lock:
             if self._waiting is job:
                 self._waiting = None
                 self._condition.notify_all()
@@ -50,29 +79,31 @@ class Background:
 
     def wait(self) -> None:
         """Return when nothing is running or waiting."""
-        with self._condition:
+        with self._lock:
             self._condition.wait_for(lambda: self._waiting is None and self._running is None)
 
     def raise_error(self) -> None:
         """Raise what the last failed job raised, once."""
-        with self._condition:
+        with self._lock:
             error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Finish what was submitted and end the thread; closing twice is fine."""
-        with self._condition:
+    def close(self, most_seconds: float | None = None) -> bool:
+        """Finish what was submitted and end the thread; closing twice is fine. False if it takes longer."""
+        with self._lock:
             self._closed = True
             self._condition.notify_all()
             thread = self._thread
         # The collector of garbage may close it from the thread itself.
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(most_seconds)
+            return not thread.is_alive()
+        return True
 
     def _run(self) -> None:
         while True:
-            with self._condition:
+            with self._lock:
                 self._condition.wait_for(lambda: self._waiting is not None or self._closed)
                 job, self._waiting = self._waiting, None
                 if job is None:
@@ -82,11 +113,11 @@ class Background:
             try:
                 job()
             except BaseException as error:
-                with self._condition:
+                with self._lock:
                     self._error = error
             finally:
                 del job  # it may hold a snapshot of gigabytes
-                with self._condition:
+                with self._lock:
                     self._running = None
                     self._condition.notify_all()
 

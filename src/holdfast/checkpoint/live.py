@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.background import Latch
 from holdfast.checkpoint.quantize import RowCodec, from_float32
 from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows
 from holdfast.errors import ConfigError, CorruptCheckpoint
@@ -33,11 +35,19 @@ _HELP_BYTES = 1 << 20  # less is not worth waking a thread for
 
 
 @cache
-def _helper() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "holdfast-copy")
+def _helper() -> SimpleQueue[Callable[[], None]]:
+    """What is put into it another thread does. Not a pool, which an interrupt can leave locked for good."""
+    jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def work() -> None:
+        while True:
+            jobs.get()()
+
+    threading.Thread(target=work, name="holdfast-copy", daemon=True).start()
+    return jobs
 
 
-# A process that is forked off has the pool but not its threads.
+# A process that is forked off has the queue but not the thread.
 os.register_at_fork(after_in_child=_helper.cache_clear)
 
 
@@ -204,7 +214,7 @@ class Gather:
 
     def __init__(self, parts: Sequence[_GatherPart]) -> None:
         self._parts = parts
-        self._helper: Future[None] | None = None
+        self._helped: Latch | None = None
         if _CORES == 1 or sum(part.bytes for part in parts) < _HELP_BYTES:
             return
         if openmp.threads() > 1:
@@ -213,7 +223,8 @@ class Gather:
             self._parts = ()
         else:
             # Whoever called has other things to do meanwhile.
-            self._helper = _helper().submit(self._run, HELP)
+            self._helped = Latch()
+            _helper().put(self._help)
             # A thread takes a while to wake up, and then needs the interpreter, which this one has, to begin:
             # copying here until it has begun loses no time.
             self._run(UNTIL_HELPED)
@@ -221,8 +232,15 @@ class Gather:
     def finish(self) -> None:
         """Return when everything is copied."""
         self._run(ALL)
-        if self._helper is not None:
-            self._helper.result()
+        if self._helped is not None:
+            self._helped.wait()
+
+    def _help(self) -> None:
+        assert self._helped is not None
+        try:
+            self._run(HELP)
+        finally:
+            self._helped.open()
 
     def _run(self, how: int) -> None:
         for part in self._parts:

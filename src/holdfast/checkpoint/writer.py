@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.background import Background
+from holdfast.checkpoint.background import Background, Latch
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.encoding import Encoder
@@ -74,7 +73,9 @@ class SaveReport:
 
 @dataclass
 class _Outcome:
-    report: SaveReport | None = None
+    """What becomes of a save."""
+
+    known: Latch = field(default_factory=Latch)
     error: BaseException | None = None
 
 
@@ -123,7 +124,6 @@ class Writer:
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
         self._under_way: _Outcome | None = None
-        self._saved = threading.Event()
         self._tidy_error: BaseException | None = None
         self._era_is_damaged = False
 
@@ -231,9 +231,14 @@ class Writer:
             stall = (now - called, now - started)
 
             def job() -> None:
-                self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
+                try:
+                    self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
+                except BaseException as error:
+                    if not outcome.known.is_open():  # the next save waits for it
+                        outcome.error = error
+                        outcome.known.open()
+                    raise
 
-            self._saved.clear()
             self._under_way = outcome
             self._next_version += 1
             self._thread.submit(job)
@@ -248,7 +253,7 @@ class Writer:
     def collect(self) -> None:
         """Take note of what became of the last save, if it is done; raises SaveFailed if it failed."""
         outcome = self._under_way
-        if outcome is not None and self._saved.is_set():
+        if outcome is not None and outcome.known.is_open():
             if outcome.error is None:
                 self.tracker.settle()
             else:
@@ -272,6 +277,10 @@ class Writer:
         self.collect()
         self._thread.raise_error()
 
+    def finish(self, most_seconds: float) -> bool:
+        """End the thread with what is under way; False if that takes longer. ``close`` comes after it."""
+        return self._thread.close(most_seconds)
+
     def close(self) -> None:
         """Finish what is under way and end the thread."""
         self._thread.close()
@@ -280,11 +289,11 @@ class Writer:
 
     def busy(self) -> bool:
         """Whether a save is under way."""
-        return self._under_way is not None and not self._saved.is_set()
+        return self._under_way is not None and not self._under_way.known.is_open()
 
     def _saved_wait(self) -> None:
         if self._under_way is not None:
-            self._saved.wait()
+            self._under_way.known.wait()
 
     def _baseline_is_due(self) -> bool:
         if not self._shard.base or self._era_is_damaged:
@@ -378,7 +387,7 @@ class Writer:
             self.catalog.commit_version(version, encoder.stored, shard.layout_name, [change])
         except BaseException as error:  # of whatever kind: the trainer waits for the next line
             outcome.error = error
-            self._saved.set()
+            outcome.known.open()
             log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
             self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
             self._clear_away()
@@ -392,7 +401,7 @@ class Writer:
         self._baselines.note(change.bytes, self._full_bytes(), seconds, baseline=baseline)
         self._apply(change)
         del rows, change
-        self._saved.set()
+        outcome.known.open()
         report = SaveReport(number, step, baseline, version.rows, version.bytes, *stall, seconds)
         try:
             self._tidy(report, number, time.thread_time() - cpu)
