@@ -6,10 +6,11 @@ Exit codes: 0 done; 1 an error that a sentence on stderr explains; 2 wrong usage
 from __future__ import annotations
 
 import json as json_
+import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -369,5 +370,24 @@ def main() -> None:
     try:
         app()
     except HoldfastError as error:
-        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        asked = re.search(r"allocate (\d+ bytes|[\d.]+ \w+)|overflowed", str(error))
+        much = f" ({asked[1]} at once)" if asked and asked[1] else ""
+        _fail(
+            f"this machine has too little memory for that{much}: try fewer rows (data.max_rows), smaller "
+            "layers or smaller batches"
+        )
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(1)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """PyTorch has no error of its own for it."""
+    said = ("can't allocate memory", "Storage size calculation overflowed")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in said)

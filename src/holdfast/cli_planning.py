@@ -151,7 +151,7 @@ def simulate(
         ),
     ] = "linear,hourly",
     runs: Annotated[int, typer.Option(help="Simulated runs of each.")] = 10,
-    seed: Annotated[int, typer.Option(help="Of the failures.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the failures.")] = 0,
     paper: Annotated[
         bool, typer.Option("--paper", help="CPR's Figure 13: its own cluster, full and partial recovery.")
     ] = False,

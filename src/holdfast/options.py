@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -13,8 +14,13 @@ from msgspec import Struct
 from holdfast.errors import ConfigError
 
 
-def _at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:
+def _at_least(name: str, value: Any, least: float) -> None:
+    """ConfigError unless it is None or a number that is not less."""
+    if value is None:
+        return
+    if not isinstance(value, Real) or not math.isfinite(value):  # infinite times are as good as none: say so
+        raise ConfigError(f"{name} is {value!r}: expected a finite number, at least {least:g}")
+    if value < least:
         raise ConfigError(f"{name} is {value}: expected at least {least:g}")
 
 

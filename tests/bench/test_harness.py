@@ -55,6 +55,11 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         run_bench("trian", quick=True, json_path=None, console=console)
     with pytest.raises(ConfigError, match="there is no folder"):
         run_bench("train", quick=True, json_path=tmp_path / "no" / "f.json", console=console)
+    with pytest.raises(ConfigError, match="is a folder: expected the name of a file"):
+        run_bench("train", quick=True, json_path=tmp_path, console=console)
+    with pytest.raises(ConfigError, match="cannot be written: File name too long"):
+        run_bench("train", quick=True, json_path=tmp_path / ("f" * 255), console=console)
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_bench_has_its_file() -> None:

@@ -157,6 +157,7 @@ def test_servers_with_other_bits_are_found(checker: Checker) -> None:
         ({"minutes": 0}, "minutes are 0"),
         ({"minutes": float("nan")}, "minutes are nan"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 10**30}, "expected 0 to"),
         ({"workers": 0}, "0 workers"),
         ({"servers": 0}, "0 servers"),
         ({"servers": 65}, "65 servers"),
@@ -166,6 +167,19 @@ def test_servers_with_other_bits_are_found(checker: Checker) -> None:
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         ChaosOptions(**options)
+
+
+def test_a_folder_that_has_been_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job-1").mkdir()
+    with pytest.raises(ConfigError, match="holds an earlier run: name another folder, or remove it"):
+        run_chaos(ChaosOptions(run=str(tmp_path)))
+
+
+def test_a_folder_may_have_any_name() -> None:
+    store = Path("it's: {here}, #1") / "store"
+    checkpoint = ChaosOptions().config(store).checkpoint
+    assert checkpoint is not None
+    assert checkpoint.path == str(store)
 
 
 @pytest.mark.parametrize(

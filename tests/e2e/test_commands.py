@@ -81,6 +81,13 @@ def test_the_live_view_on_a_terminal(tmp_path: Path) -> None:
             1,
             "lower",
         ),
+        (["train", "--run", "/sys"], 1, "the run's folder /sys cannot be written to"),
+        (
+            ["train", "--set", "model.top=[100000000000000, 1]"],
+            1,
+            "this machine has too little memory for that",
+        ),
+        (["bench", "train", "--json", "."], 1, ". is a folder: expected the name of a file"),
         (["bench", "nothing"], 1, "there is no bench 'nothing'"),
         (["trian"], 2, "No such command"),
         (["train", "--sed", "1"], 2, "No such option"),

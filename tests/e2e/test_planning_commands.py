@@ -47,6 +47,10 @@ def test_a_plan_as_json_from_a_failure_log(tmp_path: Path) -> None:
             "error: k is 5 and r is 1 but there are 5 servers: each record of a stripe needs a server of its "
             "own, so k + r must be at most 5\n",
         ),
+        (
+            ["--mtbf", "20h", "--cost", "rebuild_share=0"],
+            "error: the cost rebuild_share is 0: expected above 0, up to 1, a share of a server's network\n",
+        ),
     ],
 )
 def test_impossible_input_is_refused_in_one_sentence(
@@ -56,6 +60,14 @@ def test_impossible_input_is_refused_in_one_sentence(
     assert done.returncode == 1
     assert done.stderr == message
     assert not done.stdout
+
+
+def test_a_seed_below_zero_is_wrong_usage(tmp_path: Path) -> None:
+    sized = ("--size", "1TB", "--servers", "100", "--mtbf", "50h")
+    done = holdfast("simulate", *sized, "--seed", "-1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--seed" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_simulated_clusters_with_a_picture(tmp_path: Path) -> None:

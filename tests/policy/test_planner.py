@@ -131,6 +131,13 @@ def test_small_clusters_have_what_they_can_have() -> None:
         ({"mtbf_hours": -5.0}, "the mean time between failures in hours is -5: expected above 0"),
         ({"mtbf_hours": 0.0}, "the mean time between failures in hours is 0: expected above 0"),
         ({"mtbf_hours": float("nan")}, "the mean time between failures in hours is nan"),
+        (
+            {"mtbf_hours": 1e300},
+            r"the mean time between failures in hours is 1e\+300: expected at most 1e\+12",
+        ),
+        ({"mtbf_hours": 1e-9}, "the mean time between failures in hours is 1e-09: expected at least 0.0002"),
+        ({"servers": 10**20}, r"the number of servers is 1e\+20: expected at most 1e\+06"),
+        ({"write_rate": 1e-300}, "the speed of writing to the store is 1e-300: expected at least 1"),
         ({"table_bytes": 0.0}, "the size of the tables is 0"),
         ({"servers": 0}, "the number of servers is 0"),
         ({"reschedule_hours": -1.0}, "the time to replace a machine in hours is -1: expected 0 or more"),

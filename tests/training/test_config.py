@@ -128,6 +128,28 @@ def test_the_demonstration() -> None:
         ("job.servers=-1", r"job\.servers: expected `int` >= 0"),
         ("job.worker=3", r"did you mean job\.workers\?"),
         ("servers=3", r"did you mean job\.servers\?"),
+        ("optimizer.lr=.inf", r"optimizer\.lr is inf: expected a finite number"),
+        ("optimizer.lr=.nan", r"optimizer\.lr is nan: expected a finite number"),
+        ("optimizer.lr=1e300", r"optimizer\.lr: expected `float` <= 1e\+37"),
+        ("optimizer.eps=1e-300", r"optimizer\.eps: expected `float` >= 1e-37"),
+        ("job.silent_seconds=.inf", r"job\.silent_seconds is inf: expected a finite number"),
+        ("data.noise=.nan", r"data\.noise is nan: expected a finite number"),
+        (
+            "job={servers: 4, protection: {kind: erasure-code, k: 2, scrub_seconds: .inf}}",
+            r"job\.protection\.scrub_seconds is inf: expected a finite number",
+        ),
+        (
+            "checkpoint={path: a, keep_seconds: .inf}",
+            r"checkpoint\.keep_seconds is inf: expected a finite number",
+        ),
+        (
+            "checkpoint={path: a, strategy: full, prioritize: mfu}",
+            r"checkpoint: prioritize saves some of the rows, strategy 'full' all: use another strategy",
+        ),
+        ("threads=100000", r"threads: expected `int` <= 1024"),
+        ("job.servers=100000", r"job\.servers: expected `int` <= 1024"),
+        ("seed=99999999999999999999", r"seed: expected `int` <= 9223372036854775807"),
+        ("model.top=[99999999999999999999, 1]", r"model\.top"),
         ("nonsense", r"expected key=value"),
         ("=3", r"expected key=value"),
         ("batch_size=[", r"not a YAML value"),
@@ -136,6 +158,15 @@ def test_the_demonstration() -> None:
 def test_mistakes_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(None, [override])
+
+
+def test_partial_recovery_by_priority_and_full_versions_do_not_go_together() -> None:
+    partial = "job={servers: 2, protection: {kind: partial, prioritize: ssu}}"
+    assert load(None, [partial, "checkpoint={path: a, every_steps: 5}"])
+    with pytest.raises(
+        ConfigError, match="checkpoint: prioritize saves some of the rows, strategy 'full' all"
+    ):
+        load(None, [partial, "checkpoint={path: a, every_steps: 5, strategy: full}"])
 
 
 @pytest.mark.parametrize(

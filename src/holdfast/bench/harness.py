@@ -122,9 +122,30 @@ class Report:
     def save(self) -> None:
         """Write what there is so far to the file that was asked for, if one was."""
         if self.json_path is not None:
-            written = self.json_path.with_name(self.json_path.name + ".part")
+            written = _part_of(self.json_path)
             written.write_bytes(self.to_json() + b"\n")
             written.replace(self.json_path)
+
+
+def check_json_path(path: Path | None) -> None:
+    """ConfigError if figures could not be written there: said before they are measured, not after."""
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder: expected the name of a file to write figures to")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+        _part_of(path).write_bytes(b"")
+        _part_of(path).unlink()
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be written: {why}") from None
+
+
+def _part_of(path: Path) -> Path:
+    """What is written first, so that the file itself is always whole."""
+    return path.with_name(path.name + ".part")
 
 
 def interleave(
@@ -191,8 +212,7 @@ def run_bench(name: str, *, quick: bool, json_path: Path | None, console: Consol
     """Run one bench; each of its figures is printed as soon as it stands."""
     if name not in BENCHES:
         raise ConfigError(f"there is no bench {name!r}: there are {', '.join(BENCHES)}")
-    if json_path is not None and not json_path.parent.is_dir():
-        raise ConfigError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
+    check_json_path(json_path)
     report = Report(name, quick, console, json_path=json_path)
     where = machine()
     console.print(

@@ -31,6 +31,7 @@ SAVE_SECONDS = 5.0
 PACE_SECONDS = 0.004
 _BATCHES = 1 << 40
 _SEEDS_APART = 1_000_003
+_MOST_SEED = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class ChaosOptions:
     run: str | None = None
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"the seed is {self.seed}: expected 0 or more")
+        if not 0 <= self.seed <= _MOST_SEED:
+            raise ConfigError(f"the seed is {self.seed}: expected 0 to {_MOST_SEED}")
         if not 0 < self.minutes < math.inf:
             raise ConfigError(f"minutes are {self.minutes:g}: expected more than 0")
         for name, count in (("servers", self.servers), ("workers", self.workers)):
@@ -96,8 +97,8 @@ class ChaosOptions:
                 "model=holdfast.chaos.counting:Counting",
                 "data.build=holdfast.chaos.counting:Numbered",
                 f"data.arguments={{batches: {_BATCHES}, pace_seconds: {PACE_SECONDS}}}",
-                f"checkpoint={{path: '{store}', every_seconds: {SAVE_SECONDS}, keep: 10}}",
             ],
+            checkpoint={"path": str(store), "every_seconds": SAVE_SECONDS, "keep": 10},
             job={
                 "servers": self.servers,
                 "workers": self.workers,

@@ -13,11 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from holdfast.bench.harness import Report
+from holdfast.bench.harness import Report, check_json_path
 from holdfast.chaos.run import ChaosOptions, ChaosProgress, ChaosResult, run_chaos
 from holdfast.chaos.schedule import DESCRIPTIONS
 from holdfast.chaos.simulated import SimulatedResult, run_simulated
-from holdfast.errors import ConfigError
 from holdfast.training.view import duration
 
 _PLAIN_SECONDS = 10.0
@@ -32,7 +31,7 @@ _PHASES = {
 
 def run(options: ChaosOptions, json_path: Path | None, console: Console) -> ChaosResult:
     """Do it, show it, and write the figures."""
-    _check_writable(json_path)
+    check_json_path(json_path)
     code = f"{options.code.k} + {options.code.r}"
     console.print(
         f"chaos for {options.minutes:g} minutes, seed {options.seed}: {options.servers} servers, "
@@ -77,7 +76,7 @@ def run(options: ChaosOptions, json_path: Path | None, console: Console) -> Chao
 
 def run_on_virtual_time(seed: int, count: int, json_path: Path | None, console: Console) -> SimulatedResult:
     """The same for simulated jobs: so many schedules, the seed of the first of which is ``seed``."""
-    _check_writable(json_path)
+    check_json_path(json_path)
     console.print(f"chaos on virtual time: {count:,} schedules, from seed {seed} on", highlight=False)
     shown = 0.0
     told: set[int] = set()
@@ -118,11 +117,6 @@ def run_on_virtual_time(seed: int, count: int, json_path: Path | None, console: 
         highlight=False,
     )
     return result
-
-
-def _check_writable(json_path: Path | None) -> None:
-    if json_path is not None and not json_path.parent.is_dir():
-        raise ConfigError(f"{json_path} cannot be written: there is no folder {json_path.parent}")
 
 
 def verdict(result: ChaosResult) -> str:

@@ -40,6 +40,22 @@ class Costs:
     rebuild_drop: float = 0.10
     pause_hours: float = 30 / 3600
 
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"the cost {one.name} is {value:g}: expected 0 or more")
+        if not 0 < self.rebuild_share <= 1:
+            raise ConfigError(
+                f"the cost rebuild_share is {self.rebuild_share:g}: expected above 0, up to 1, a share of a "
+                "server's network"
+            )
+        if self.rebuild_drop > 1:
+            raise ConfigError(
+                f"the cost rebuild_drop is {self.rebuild_drop:g}: expected 0 to 1, a share of the speed of "
+                "training"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -100,6 +116,12 @@ class Situation:
             if not math.isfinite(value) or value < 0 or (value == 0 and not least_is_allowed):
                 expected = "0 or more" if least_is_allowed else "above 0"
                 raise ConfigError(f"{_READABLE.get(one.name, one.name)} is {value:g}: expected {expected}")
+            least, most = _RANGES.get(one.name, (0.0, math.inf))
+            if not least <= value <= most:
+                raise ConfigError(
+                    f"{_READABLE.get(one.name, one.name)} is {value:g}: expected "
+                    + (f"at least {least:g}" if value < least else f"at most {most:g}")
+                )
         if self.servers_per_failure > self.servers:
             raise ConfigError(
                 f"a failure takes {self.servers_per_failure:g} servers down but there are {self.servers}"
@@ -136,6 +158,23 @@ class Situation:
         return self.workers / self.step_hours
 
 
+_RANGES = {
+    "table_bytes": (1.0, 1e24),
+    "servers": (1.0, 1e6),
+    "workers": (1.0, 1e9),
+    "hours": (1 / 3600, 1e7),
+    "mtbf_hours": (1 / 3600, 1e12),
+    "reschedule_hours": (0.0, 1e6),
+    "dense_bytes": (0.0, 1e15),
+    "rows_per_batch": (0.0, 1e12),
+    "step_hours": (1e-12, 1e6),
+    "write_rate": (1.0, 1e30),
+    "read_rate": (1.0, 1e30),
+    "copy_rate": (1.0, 1e30),
+    "network_rate": (1.0, 1e30),
+    "save_every_hours": (1e-9, 1e12),
+}
+"""Wider than any cluster's. Beyond them are slips of the pen, and floats that overflow."""
 _MAY_BE_ZERO = {"reschedule_hours", "dense_bytes", "rows_per_batch", "tolerated_auc_loss"}
 _READABLE = {
     "table_bytes": "the size of the tables",

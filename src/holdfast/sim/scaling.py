@@ -18,6 +18,7 @@ from holdfast.sim.recovery import Run, simulate
 from holdfast.sim.traces import FailureModel, HourlyChance, LinearMtbf, Recorded, Renewals
 
 _WORTH_SIMULATING = [kind for kind in KINDS if kind != "none"]
+_MOST_NODES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,8 @@ def parse_nodes(text: str) -> list[int]:
         raise ConfigError(f"--nodes is {text!r}: expected numbers of servers such as 10,100,1000") from None
     if nodes[0] < 1:
         raise ConfigError(f"--nodes begins with {nodes[0]}: expected at least one server")
+    if nodes[-1] > _MOST_NODES:
+        raise ConfigError(f"--nodes ends with {nodes[-1]}: expected at most {_MOST_NODES:,} servers")
     return nodes
 
 

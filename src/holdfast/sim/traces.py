@@ -16,6 +16,8 @@ from holdfast.policy.interval import failures_per_node_hour, mtbf_of_nodes
 from holdfast.policy.lifetimes import Name
 
 _BLOCK = 256
+_SHAPES = (0.01, 1e6)
+"""Of distributions: beyond them, most times between failures are zero, or numbers overflow."""
 
 
 class Failure(NamedTuple):
@@ -159,8 +161,12 @@ class Renewals:
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.server_mtbf_hours > 0 or not 0 < self.shape < math.inf:
-            raise ConfigError(f"a {self.name} of shape {self.shape:g}: expected above 0")
+        if not 0 < self.server_mtbf_hours < math.inf:
+            raise ConfigError(f"the MTBF of a server is {self.server_mtbf_hours:g} hours: expected above 0")
+        if not _SHAPES[0] <= self.shape <= _SHAPES[1]:
+            raise ConfigError(
+                f"a {self.name} of shape {self.shape:g}: expected {_SHAPES[0]:g} to {_SHAPES[1]:g}"
+            )
 
     @property
     def title(self) -> str:

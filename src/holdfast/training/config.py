@@ -7,6 +7,7 @@ with its full name and, for a key, the nearest one that does exist.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import types
 from collections.abc import Iterable
@@ -32,8 +33,9 @@ from holdfast.options import (
 from holdfast.recipe import Recipe, plain
 from holdfast.training.saving import CheckpointConfig
 
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
+_MOST = 2**63 - 1
+Positive = Annotated[int, Meta(ge=1, le=_MOST)]
+NotNegative = Annotated[int, Meta(ge=0, le=_MOST)]
 Layers = Annotated[tuple[Positive, ...], Meta(min_length=1)]
 Preset = Literal["criteo-kaggle", "criteo-terabyte"]
 
@@ -124,9 +126,10 @@ class OptimizerConfig(_Section, frozen=True, kw_only=True):
     """
 
     name: Literal["sgd", "momentum", "adagrad", "rowwise-adagrad", "adam"] = "adagrad"
-    lr: Annotated[float, Meta(gt=0)] | None = None
+    lr: Annotated[float, Meta(gt=0, le=1e37)] | None = None
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    eps: Annotated[float, Meta(ge=1e-37, le=1e37)] = 1e-8
+    """Of both, what 32 bits hold."""
 
     @property
     def rate(self) -> float:
@@ -137,8 +140,8 @@ class OptimizerConfig(_Section, frozen=True, kw_only=True):
 class JobConfig(_Section, frozen=True, kw_only=True):
     """Training in many processes (see ``holdfast.Job``); without servers, in this one."""
 
-    servers: NotNegative = 0
-    workers: Positive = 2
+    servers: Annotated[int, Meta(ge=0, le=1024)] = 0
+    workers: Annotated[int, Meta(ge=1, le=1024)] = 2
     protection: Protection = NoProtection()
     """What keeps a job going when servers die: "erasure-code", "replication", "partial" or "none", with the
     arguments of ``holdfast.ErasureCode``, ``Replication``, ``PartialRecovery`` and ``NoProtection``; or in
@@ -221,7 +224,7 @@ class Config(_Section, frozen=True, kw_only=True):
     """Steps between tests, rounded up to a report; 0: at the end only."""
     report_every: Positive = 20
     """Steps between progress events."""
-    threads: NotNegative = 0
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Threads that PyTorch computes with; 0: as many as it finds cores, and one in each worker of a job."""
     seed: NotNegative = 0
     run: str | None = None
@@ -249,7 +252,7 @@ def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: A
     job = values.get("job")
     if isinstance(job, dict) and isinstance(job.get("protection"), str):
         job["protection"] = _as_section("protection", job["protection"])
-    _refuse_unknown_keys(Config, values, "")
+    _check_keys(Config, values, "")
     try:
         config = msgspec.convert(values, Config)
     except msgspec.ValidationError as error:
@@ -257,6 +260,10 @@ def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: A
     if isinstance(config.model, ModelConfig):
         config.model.sizes()
     config.job.check()
+    protection, checkpoint = config.job.protection, config.checkpoint
+    if checkpoint is not None and isinstance(protection, PartialRecovery) and protection.prioritize:
+        # Made to see that they go together; the job makes it again when it is planned.
+        msgspec.structs.replace(checkpoint, prioritize=protection.prioritize)
     return config
 
 
@@ -320,18 +327,20 @@ def _override(values: dict[str, Any], override: str) -> None:
     values[last] = value
 
 
-def _refuse_unknown_keys(section: type[Struct], values: dict[str, Any], prefix: str) -> None:
+def _check_keys(section: type[Struct], values: dict[str, Any], prefix: str) -> None:
     hints = get_type_hints(section)
     for key, value in values.items():
         if key == section.__struct_config__.tag_field:
             continue
         if key not in section.__struct_fields__:
             raise ConfigError(f"configuration: there is no key {prefix}{key}{_nearest(key, section, prefix)}")
+        if isinstance(value, float) and not math.isfinite(value):  # the types let them through
+            raise ConfigError(f"configuration: {prefix}{key} is {value}: expected a finite number")
         inner = _section_of(hints[key], value, f"{prefix}{key}")
         if key == "arguments":
             plain(value, f"configuration: {prefix}{key}")
         if inner is not None:
-            _refuse_unknown_keys(inner, value, f"{prefix}{key}.")
+            _check_keys(inner, value, f"{prefix}{key}.")
 
 
 def _section_of(hint: Any, value: Any, name: str) -> type[Struct] | None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise-adagrad", "adam")
 CHECKPOINTS = "checkpoints"
 """Where a planned configuration saves if nothing else is said."""
+_MOST_WEIGHTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +157,8 @@ def _model(given: Given, found: _Values) -> Config | None:
 def _row(given: Given, found: _Values) -> RowSize:
     dim = 64 if given.dim is None else given.dim
     optimizer = "adagrad" if given.optimizer is None else given.optimizer
-    if dim < 1:
-        raise ConfigError(f"--dim is {dim}: a row has at least one weight")
+    if not 1 <= dim <= _MOST_WEIGHTS:
+        raise ConfigError(f"--dim is {dim}: expected 1 to {_MOST_WEIGHTS:,} weights in a row")
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"--optimizer is {optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
     if given.dim is None:
@@ -244,8 +245,8 @@ def _costs(texts: Sequence[str]) -> Costs:
         try:
             value = float(number)
         except ValueError:
-            value = -1.0
-        if not equals or name not in names or not 0 <= value < float("inf"):
+            value = None
+        if not equals or name not in names or value is None:
             raise ConfigError(f"--cost {text}: expected NAME=NUMBER with a name of {', '.join(names)}")
         values[name] = value
     return Costs(**values)

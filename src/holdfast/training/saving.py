@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
+from holdfast.errors import ConfigError
 from holdfast.options import PRIORITIZED_FRACTION, Policy, PriorityName
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -34,6 +35,12 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     background_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
     prioritize: PriorityName | None = None
     fraction: Annotated[float, Meta(gt=0, le=1)] = PRIORITIZED_FRACTION
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.policy  # what goes together is checked there, and now, not by the process that saves
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint: {error}") from None
 
     @property
     def policy(self) -> Policy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from holdfast.training.config import Config, to_yaml
 from holdfast.training.plots import PLOT_FILE, plot_run, require_matplotlib
 from holdfast.training.trainer import Progress, Result, Trainer
 from holdfast.training.view import build_view, duration
+
+_OF_A_RUN = ("events.jsonl", "job-1")
+"""One of them is in every run's folder; the second in those of ``holdfast chaos``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,19 @@ def make_folder(wanted: str | None) -> Path:
             number += 1
             free = folder.with_name(f"{folder.name}-{number}")
         folder = free
-    if (folder / "events.jsonl").exists():
-        raise ConfigError(f"{folder} holds an earlier run: name another folder, or remove it")
     try:
+        if any((folder / name).exists() for name in _OF_A_RUN):
+            raise ConfigError(f"{folder} holds an earlier run: name another folder, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the run's folder {folder} cannot be made: {why}") from None
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(f"the run's folder {folder} cannot be made: {error.strerror}") from None
+        raise ConfigError(
+            f"the run's folder {folder} cannot be written to: {error.strerror}; name another with --run"
+        ) from None
     return folder
 
 
