@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.job import Launcher
+from holdfast.cluster.job import Launcher, TrainingClock
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.messages import Peer, Status, View, ViewNumber, WorkerInView
+from holdfast.cluster.messages import NodeStatus, Peer, Status, View, ViewNumber, WorkerInView
 from holdfast.cluster.transport.base import Envelope
 from holdfast.errors import JobFailed
 from tests.cluster.launch.test_local import COMMAND, PATHS, assignment
@@ -35,6 +35,32 @@ def test_spares_wait_for_whoever_dies_next(tmp_path: Path) -> None:
         assert engine.pids()[Peer("worker", 0, 2)] == spare
         assert spares(208.0, worker=3, epoch=6) == [1, 0]
         assert spares(213.0, worker=3, epoch=7) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("reports", "seconds"),
+    [
+        ([(5.0, "ready", 0), (6.0, "working", 0), (6.5, "working", 512), (6.51, "done", 1024)], 0.51),
+        ([(5.0, "ready", 0), (6.0, "working", 0), (6.5, "done", 1024), (9.0, "done", 1024)], 0.5),
+        ([(5.0, "ready", 0), (6.0, "done", 1024), (9.0, "done", 1024)], 1.0),
+    ],
+)
+def test_the_speed_of_a_job_that_is_over_at_once(
+    reports: list[tuple[float, str, int]], seconds: float
+) -> None:
+    """All its samples may come in one report, or in two that have next to no time between them."""
+    times = iter([0.0, *(at for at, _, _ in reports)])
+    clock = TrainingClock(3000, lambda: next(times))
+    for _, state, samples in reports:
+        node = NodeStatus(Peer("worker", 0, 1), state, 0.0)
+        clock.note(Status("running", 0, 3000 + samples, (node,)))
+    assert clock.samples() == 1024
+    assert clock.seconds() == pytest.approx(seconds)
+
+
+def test_a_job_without_a_batch_has_no_speed() -> None:
+    clock = TrainingClock(5)
+    assert (clock.samples(), clock.seconds()) == (0, 0)
 
 
 class Ended:

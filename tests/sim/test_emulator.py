@@ -107,6 +107,12 @@ def test_a_failure_where_everything_is_just_saved_loses_nothing() -> None:
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ConfigError, match="lr is 0: expected above 0"):
         Lesson(lr=0)
+    with pytest.raises(ConfigError, match=r"lr is 1e\+300: expected at most"):
+        Lesson(lr=1e300)
+    with pytest.raises(ConfigError, match=r"samples is 0: expected 256 \(batch_size\) to"):
+        Lesson(samples=0)
+    with pytest.raises(ConfigError, match=r"scale is 1e-300: expected 0\.001 to"):
+        Lesson(scale=1e-300)
     with pytest.raises(ConfigError, match="leaves no batch of 256 samples"):
         Lesson(scale=1e9)
     with pytest.raises(ConfigError, match="shape is 'avazu': expected one of kaggle, terabyte"):

@@ -89,6 +89,8 @@ def test_cpr_falls_back_to_full_recovery_where_it_does_not_pay() -> None:
         ({"hours": 0.0}, "hours is 0: expected above 0"),
         ({"failures": -1.0}, "failures is -1: expected above 0"),
         ({"load_hours": float("nan")}, "load_hours is nan: expected 0 or more"),
+        ({"servers": 10**20}, r"servers is 1e\+20: expected at most 100,000"),
+        ({"failures": 1e9}, r"failures is 1e\+09: expected at most 100,000"),
         ({"fraction": 1.5}, "fraction is 1.5: it is a portion"),
         ({"servers": 4, "servers_per_failure": 5}, "takes 5 servers down but there are 4"),
     ],

@@ -58,7 +58,7 @@ class JobResult:
     """Batches that were trained on, each once."""
     samples: int
     train_seconds: float
-    """From the first step to the last, with the tests between them."""
+    """From when workers began to the end of the last step, with the tests between."""
     samples_per_second: float
     test: Evaluation
     """The last one."""
@@ -322,7 +322,7 @@ class Runner:
         hold_requested: Callable[[], bool],
     ) -> JobResult:
         before = self.plan.resume.samples if self.plan.resume else 0
-        clock, speeds = _Clock(before), SpeedMeter(before)
+        clock, speeds = TrainingClock(before), SpeedMeter(before)
         kills = list(self.kills)
         self.kills_left = tuple(kills)
         seen: Status | None = None
@@ -376,7 +376,7 @@ class Runner:
         return msgspec.structs.replace(status, happened=tuple(happened))
 
     def _result(
-        self, status: Status, clock: _Clock, interrupted: bool, kills: tuple[Kill, ...], records: str
+        self, status: Status, clock: TrainingClock, interrupted: bool, kills: tuple[Kill, ...], records: str
     ) -> JobResult:
         seconds = clock.seconds()
         return JobResult(
@@ -445,25 +445,41 @@ class Runner:
         )
 
 
-class _Clock:
-    """The time between the first sign of training and the last; before it there were so many samples."""
+class TrainingClock:
+    """The time from when workers begin until the last batch counts, and the samples in it.
 
-    def __init__(self, before: int) -> None:
-        self._before = before
-        self._first: tuple[float, int] | None = None
-        self._last: tuple[float, int] | None = None
+    Between the first batch that counts and the last, a job of a few batches may have no time at all.
+
+    Args:
+        before: samples that counted before this job began.
+        clock: tells the time.
+    """
+
+    def __init__(self, before: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._before = self._samples = before
+        self._clock = clock
+        self._began = self._last = clock()
+        self._at_work = False
 
     def note(self, status: Status) -> None:
-        if status.samples > self._before and (self._last is None or status.samples != self._last[1]):
-            self._last = time.monotonic(), status.samples
-            self._first = self._first or self._last
+        """Take the next report."""
+        now = self._clock()
+        counted = status.samples > self._before
+        if not self._at_work:
+            # That a worker is at work is reported at once; if not, it began behind the report before.
+            self._began = self._last if counted else now
+            states = (node.state for node in status.nodes if node.peer.role == "worker")
+            self._at_work = counted or "working" in states
+        if status.samples != self._samples or not self._at_work:
+            self._last, self._samples = now, status.samples
 
     def seconds(self) -> float:
-        return self._last[0] - self._first[0] if self._first and self._last else 0.0
+        """That training took."""
+        return self._last - self._began if self.samples() else 0.0
 
     def samples(self) -> int:
-        """Of the time between."""
-        return self._last[1] - self._first[1] if self._first and self._last else 0
+        """Of that time."""
+        return self._samples - self._before
 
 
 def _process(peer: Peer, pid: int) -> dict[str, Any]:

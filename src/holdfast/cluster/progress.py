@@ -17,6 +17,7 @@ from holdfast.training.config import Config
 from holdfast.training.trainer import Progress, Test
 
 _WINDOW_SECONDS = 3.0
+_LEAST_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +195,9 @@ class _Speed:
         while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW_SECONDS:
             self._seen.popleft()
         then, before = self._seen[0]
-        if now <= then:
-            return [0.0] * len(counts)
-        return [max(0.0, (count - old) / (now - then)) for count, old in zip(counts, before, strict=True)]
+        # Two reports may come at once, and what they differ by took longer.
+        seconds = max(now - then, _LEAST_SECONDS)
+        return [max(0.0, (count - old) / seconds) for count, old in zip(counts, before, strict=True)]
 
 
 def _loss(status: Status) -> float:

@@ -36,6 +36,8 @@ CRITEO: dict[Cardinalities, tuple[Sequence[int], int]] = {
 """Rows of the tables and samples of the one epoch that is trained: six of seven days, and 23 of 24."""
 _TEST_BATCH = 8192
 _FEWEST_ROWS = 3
+_MOST_LR = 1e37
+_MOST_SAMPLES = 10**12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,14 @@ class Lesson:
         for name in ("scale", "batch_size", "test_samples", "lr", "noise", "dim", "hidden"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name):g}: expected above 0")
+        if not 1e-3 <= self.scale <= 1e12:
+            raise ConfigError(f"scale is {self.scale:g}: expected 0.001 to 1e+12")
+        if self.lr > _MOST_LR:  # else it would be infinite in 32 bits
+            raise ConfigError(f"lr is {self.lr:g}: expected at most {_MOST_LR:g}")
+        if self.samples is not None and not self.batch_size <= self.samples <= _MOST_SAMPLES:
+            raise ConfigError(
+                f"samples is {self.samples}: expected {self.batch_size} (batch_size) to {_MOST_SAMPLES:,}"
+            )
         if self.steps < 1:
             raise ConfigError(f"scale is {self.scale:g}: that leaves no batch of {self.batch_size} samples")
 

@@ -21,6 +21,8 @@ from holdfast.sim.traces import Failure
 
 WayName = Literal["full", "partial", "cpr", "cpr-scar", "cpr-mfu", "cpr-ssu"]
 WAYS: tuple[WayName, ...] = ("full", "partial", "cpr", "cpr-scar", "cpr-mfu", "cpr-ssu")
+_MOST = 100_000
+"""Servers and failures of an emulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,9 @@ class EmulatedCluster:
         for name in ("target_pls", "fraction", "share"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} is {getattr(self, name):g}: it is a portion, expected at most 1")
+        for name in ("servers", "failures"):
+            if getattr(self, name) > _MOST:
+                raise ConfigError(f"{name} is {getattr(self, name):g}: expected at most {_MOST:,}")
         if self.servers_per_failure > self.servers:
             raise ConfigError(
                 f"a failure takes {self.servers_per_failure} servers down but there are {self.servers}"
