@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from holdfast.training.config import JobConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
+SOURCES = Path(__file__).parents[1] / "src" / "holdfast"
 
 
 def test_the_complete_example_of_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +49,29 @@ def test_links_lead_somewhere() -> None:
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_event_is_documented() -> None:
+    """By its name, on some page: where it is logged is where it is named in the code."""
+    pages = "".join(page.read_text() for page in DOCS.glob("*.md"))
+    found = {name for path in SOURCES.rglob("*.py") for name in events_of(path)}
+    assert {"run_finished", "progress", "server_lost", "redundancy_restored", "checkpoint_saved"} <= found
+    assert found <= set(re.findall(r"`(\w+)`", pages))
+
+
+def events_of(path: Path) -> set[str]:
+    """Names of events that a file logs itself, or hands on to whoever does."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+            continue
+        name = node.args[0]
+        if node.func.attr == "append" and isinstance(name, ast.Tuple) and "events" in ast.dump(node.func):
+            name = name.elts[0]
+        elif node.func.attr not in ("emit", "_emit", "say", "_say"):
+            continue
+        if isinstance(name, ast.Constant):
+            found.add(name.value)
+        elif isinstance(name, ast.JoinedStr):  # of servers and workers alike
+            found |= {ast.unparse(name)[2:-1].replace("{member.role}", role) for role in ("server", "worker")}
+    return found
