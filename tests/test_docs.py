@@ -61,7 +61,7 @@ def test_every_event_is_documented() -> None:
 
 def events_of(path: Path) -> set[str]:
     """Names of events that a file logs itself, or hands on to whoever does."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
             continue
@@ -71,7 +71,7 @@ def events_of(path: Path) -> set[str]:
         elif node.func.attr not in ("emit", "_emit", "say", "_say"):
             continue
         if isinstance(name, ast.Constant):
-            found.add(name.value)
+            found.add(str(name.value))
         elif isinstance(name, ast.JoinedStr):  # of servers and workers alike
             found |= {ast.unparse(name)[2:-1].replace("{member.role}", role) for role in ("server", "worker")}
     return found

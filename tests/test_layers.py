@@ -23,7 +23,7 @@ LAYERS = [
     {"checkpoint", "policy", "tables", "coding", "models", "data"},
     {"kernels"},
     {"events"},
-    {"options", "recipe"},
+    {"options", "recipe", "screen"},
     {"errors"},
     {"_version"},
 ]

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from holdfast.bench.harness import Report, check_json_path
 from holdfast.chaos.run import ChaosOptions, ChaosProgress, ChaosResult, run_chaos
 from holdfast.chaos.schedule import DESCRIPTIONS
 from holdfast.chaos.simulated import SimulatedResult, run_simulated
-from holdfast.training.view import duration
+from holdfast.training.view import duration, progress_line
 
 _PLAIN_SECONDS = 10.0
 _PHASES = {
@@ -151,8 +150,7 @@ def _shown(console: Console) -> Iterator[Callable[[ChaosProgress], None]]:
     if not console.is_terminal:
         yield _Plain(console)
         return
-    columns = BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.description}")
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+    with progress_line(console) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda progress: bar.update(task, completed=progress.fraction, description=describe(progress))
 

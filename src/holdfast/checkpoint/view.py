@@ -16,10 +16,12 @@ from rich.text import Text
 from holdfast.checkpoint.export import Written
 from holdfast.checkpoint.tools import Description, GarbageReport, Listing, StateLine
 from holdfast.checkpoint.verify import VerifyReport
+from holdfast.screen import Columns
 
 _PLAIN_WIDTH = 200  # of what is not a terminal: wide enough to cut nothing off
 _MOST_LINES = 30
 _LONGEST_METADATA = 40
+_VERSIONS = ("version", "step", "age", "strategy", "kind", "rows", "written", "to restore", "metadata")
 
 
 def make_console() -> Console:
@@ -51,9 +53,9 @@ def show_listing(listing: Listing, console: Console) -> None:
     if not listing.versions:
         console.print(plain(f"{listing.url} holds no version"), soft_wrap=True)
     else:
-        table = _table(
-            "version", "step", "age", "strategy", "kind", "rows", "written", "to restore", "metadata"
-        )
+        look = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+        words = ("strategy", "kind", "metadata")
+        table = Columns(_VERSIONS, words=words, spare=("metadata", "strategy", "written", "rows"), **look)
         for line in listing.versions:
             table.add_row(
                 str(line.version),
@@ -178,11 +180,11 @@ def _table(*columns: str, title: str | None = None, left: frozenset[str] | set[s
     table = Table(
         box=None, pad_edge=False, title=title, title_justify="left", title_style="bold", padding=(0, 2, 0, 0)
     )
-    words = {"strategy", "kind", "metadata", columns[0], *left} - {"version"}
+    words = {columns[0], *left}
     for name in columns:
-        table.add_column(
-            name, justify="left" if name in words else "right", no_wrap=name in (columns[0], "version")
-        )
+        is_word = name in words
+        # Where it is too narrow, names are folded: numbers that are cut would be wrong.
+        table.add_column(name, justify="left" if is_word else "right", no_wrap=not is_word, overflow="fold")
     return table
 
 

@@ -15,10 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cluster.progress import JobProgress, Lacking, ProcessStatus, RedundancyStatus, tell
+from holdfast.screen import Columns
 from holdfast.training.view import TimeLeft, View, describe, duration
 
 _PLAIN_SECONDS = 5.0
 _QUIET_SECONDS = 1.0
+_BAR_WIDTH = 40
 _STYLES = {
     "starting": "yellow", "held": "yellow", "recovering": "yellow", "rebuilding": "yellow",
     "failed": "bold red", "done": "dim",
@@ -116,20 +118,19 @@ class PlainJobView:
 
 
 def render(progress: JobProgress, seconds_left: float | None, elapsed_seconds: float) -> RenderableType:
-    """The table and the two lines under it, in 80 columns."""
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="dim"
-    )
-    for name in ("process", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("speed", "rows held", "memory", "silent for"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """The table and the two lines under it; in 80 columns nothing is left out."""
+    table = Columns(
+        ("process", "state", "speed", "rows held", "memory", "silent for"),
+        words=("process", "state"),
+        spare=("memory", "rows held", "silent for"),
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="dim",
+    )  # fmt: skip
     redundancy = progress.redundancy
     lacking = {one.slot: one for one in redundancy.lacking} if redundancy is not None else {}
     for process in progress.processes:
         table.add_row(*_cells(process, lacking.get(process.slot) if process.role == "server" else None))
     line = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=1.0, completed=progress.fraction, width=40)
+    bar = ProgressBar(total=1.0, completed=progress.fraction, width=_BAR_WIDTH)
     line.add_row(bar, f"{progress.fraction:.0%}", duration(elapsed_seconds))
     text = describe(progress, seconds_left) if progress.step else progress.phase
     below: list[RenderableType] = [Text(text), line]
@@ -155,7 +156,7 @@ def _describe_lacking(one: Lacking) -> str:
     return f"server {one.slot} has {one.restored:.0%} of its {what} back{left}"
 
 
-def _cells(process: ProcessStatus, lacking: Lacking | None) -> list[RenderableType]:
+def _cells(process: ProcessStatus, lacking: Lacking | None) -> list[str | Text]:
     name = process.role if process.role == "supervisor" else f"{process.role} {process.slot}"
     if process.incarnation > 1:
         name += f" #{process.incarnation}"

@@ -15,6 +15,7 @@ from holdfast.policy.lifetimes import Fit
 from holdfast.policy.planner import Plan
 from holdfast.policy.protections import KINDS, Estimate
 from holdfast.policy.units import show_bytes, show_hours, show_percent
+from holdfast.screen import Columns
 
 _PLAIN_WIDTH = 200  # of what is not a terminal: wide enough to cut nothing off
 
@@ -34,15 +35,10 @@ def show_plan(plan: Plan, console: Console, *, explain: bool) -> None:
         f"{show_hours(situation.mtbf_hours)}: {situation.failures:.3g} are expected",
         soft_wrap=True,
     )
-    columns = dict(_COLUMNS)
-    if console.width < _WIDE:
-        for name in _WIDE_ONLY:
-            del columns[name]
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name == "protection" else "right", no_wrap=True)
+    look = {"box": None, "header_style": "bold", "pad_edge": False}
+    table = Columns(tuple(_COLUMNS), words=("protection",), spare=_SPARE, **look)
     for one in plan.ranked:
-        cells = (cell(one) for cell in columns.values())
+        cells = (cell(one) for cell in _COLUMNS.values())
         table.add_row(*cells, style=None if one.objection is None else "dim")
     console.print(table)
     for one in plan.ranked:
@@ -64,7 +60,7 @@ def _rate(size: float) -> str:
 
 
 _COLUMNS: Mapping[str, Callable[[Estimate], str]] = {
-    "protection": lambda one: escape(one.name),
+    "protection": lambda one: one.name,
     "costs": lambda one: show_percent(one.overhead),
     "saves": lambda one: "–" if one.interval_hours is None else show_hours(one.interval_hours),
     "memory": lambda one: f"+{show_percent(one.memory_share)}" if one.memory_share else "–",
@@ -75,8 +71,7 @@ _COLUMNS: Mapping[str, Callable[[Estimate], str]] = {
     "AUC lost": lambda one: f"{one.auc_loss:.1e}" if one.auc_loss else "–",
     "loss": lambda one: show_percent(one.loss_chance) if one.loss_chance else "–",
 }
-_WIDE_ONLY = ("stored", "to store", "to servers")
-_WIDE = 105
+_SPARE = ("to servers", "to store", "stored", "redone", "memory", "loss", "AUC lost")
 
 
 def show_terms(one: Estimate, console: Console) -> None:
@@ -84,7 +79,7 @@ def show_terms(one: Estimate, console: Console) -> None:
     console.print(f"\n[bold]{escape(one.name)}[/]: {KINDS[one.kind]}", soft_wrap=True)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
     table.add_column()
-    table.add_column(justify="right")
+    table.add_column(justify="right", no_wrap=True)
     table.add_column()
     for term in one.terms:
         table.add_row(term.what, show_percent(term.share), escape(term.how))

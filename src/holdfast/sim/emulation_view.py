@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from holdfast.policy.units import show_hours, show_percent
+from holdfast.screen import Columns
 from holdfast.sim.emulator import Emulation
 from holdfast.sim.student import Lesson
 from holdfast.sim.timeline import EmulatedCluster
@@ -18,6 +18,7 @@ from holdfast.sim.timeline import EmulatedCluster
 _COLUMNS = (
     "way", "costs", "saving", "lost work", "recovering", "saves every", "PLS", "updates lost", "AUC lost"
 )  # fmt: skip
+_SPARE = ("recovering", "saving", "lost work", "saves every", "updates lost")
 
 
 def show_emulations(
@@ -35,9 +36,8 @@ def show_emulations(
         failures = next(one.failures for one in found if one.seed == seed)
         said = ", ".join(f"{show_hours(f.hours)} (server {_listed(f.servers)})" for f in failures)
         console.print(f"failures of seed {seed}: {said or 'none'}", highlight=False, soft_wrap=True)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "way" else "right")
+    look = {"box": None, "header_style": "bold", "pad_edge": False}
+    table = Columns(_COLUMNS, words=("way",), spare=_SPARE, **look)
     for way in dict.fromkeys(one.way for one in found):
         table.add_row(*_cells([one for one in found if one.way == way], cluster))
     console.print(table)

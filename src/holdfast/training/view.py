@@ -8,10 +8,12 @@ from typing import Protocol, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from holdfast.training.trainer import Progress as TrainingProgress
 
 _PLAIN_SECONDS = 5.0
+_WIDE = 110
 
 
 _Shown_contra = TypeVar("_Shown_contra", contravariant=True)
@@ -33,6 +35,13 @@ class View(Protocol[_Shown_contra]):
 def build_view(console: Console) -> View[TrainingProgress]:
     """The live view on a terminal, plain lines in a pipe or a log."""
     return LiveView(console) if console.is_terminal else PlainView(console)
+
+
+def progress_line(console: Console) -> Progress:
+    """A bar with figures beside it; where it is narrow, without the bar, and the figures in several lines."""
+    bar = (BarColumn(bar_width=24),) if console.width >= _WIDE else ()
+    text = TextColumn("{task.description}", table_column=Column(overflow="fold"))
+    return Progress(*bar, TaskProgressColumn(), text, TimeElapsedColumn(), console=console)
 
 
 def describe(progress: TrainingProgress, seconds_left: float | None) -> str:
@@ -70,13 +79,7 @@ class LiveView:
 
     def __init__(self, console: Console) -> None:
         self._left = TimeLeft()
-        self._bar = Progress(
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
+        self._bar = progress_line(console)
         self._task = self._bar.add_task("starting", total=1.0)
 
     def __enter__(self) -> Self:

@@ -1,0 +1,63 @@
+"""Tables for people, on screens of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_ANY_WIDTH = 10_000
+
+
+class Columns:
+    """A table in which no number is ever cut: where it is too wide, whole columns are left out.
+
+    If that is not enough, columns of words are folded. A line below says what was left out.
+
+    Args:
+        names: of the columns.
+        words: those of words, at the left; all others are numbers, at the right.
+        spare: those that may be left out, the first one first.
+        look: of the table, as rich takes it.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, words: Collection[str], spare: Sequence[str], **look: Any
+    ) -> None:
+        self._names = tuple(names)
+        self._words = frozenset(words)
+        self._spare = tuple(spare)
+        self._look = look
+        self._rows: list[tuple[dict[str, Text], str | None]] = []
+
+    def add_row(self, *cells: str | Text, style: str | None = None) -> None:
+        """A cell for each column; nothing in it is taken for markup."""
+        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+        self._rows.append((dict(zip(self._names, texts, strict=True)), style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        anywhere = options.update(max_width=_ANY_WIDTH)
+        left_out: list[str] = []
+        table = self._table(left_out)
+        for name in self._spare:
+            if Measurement.get(console, anywhere, table).maximum <= options.max_width:
+                break
+            left_out.append(name)
+            table = self._table(left_out)
+        yield table
+        if left_out:
+            yield Text(f"too narrow for: {', '.join(n for n in self._names if n in left_out)}", "dim")
+
+    def _table(self, left_out: Collection[str]) -> Table:
+        table = Table(**self._look)
+        names = [name for name in self._names if name not in left_out]
+        for name in names:
+            words = name in self._words
+            table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+        for cells, style in self._rows:
+            table.add_row(*(cells[name] for name in names), style=style)
+        return table
