@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,21 @@ def status(
     return Status(
         phase, steps, steps * 10, nodes, tests=(TEST,), finished=phase == "stopping", happened=happened
     )
+
+
+def test_a_narrow_screen_cuts_no_number() -> None:
+    console = Console(file=io.StringIO(), width=50)
+    console.print(render(progress(), 123.4, 88.0))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert "too narrow for: " in text
+    wide = Console(file=io.StringIO(), width=80)
+    wide.print(render(progress(), 123.4, 88.0))
+    assert isinstance(wide.file, io.StringIO)
+    speeds = re.findall(r"[\d,]+ (?:samples|pushes)/s", wide.file.getvalue())
+    assert speeds
+    assert all(speed in " ".join(text.split()) for speed in speeds)
 
 
 def test_loss_and_share_done() -> None:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from holdfast.errors import ConfigError
 from holdfast.policy.increments import RowSize
 from holdfast.policy.planner import configuration, plan
 from holdfast.policy.protections import KINDS, Estimate, Wishes, estimates
 from holdfast.policy.situation import Situation
+from holdfast.policy.units import show_percent
+from holdfast.policy.view import show_plan
 
 CLUSTER = Situation(table_bytes=400e9, row=RowSize(64, 256), servers=10, workers=30, hours=72, mtbf_hours=20)
 
@@ -230,3 +234,19 @@ def test_a_configuration_keeps_what_it_is_based_on() -> None:
     assert made["batch_size"] == 4096
     assert made["job"] == {"servers": 10, "workers": 30, "staleness": 0}
     assert base["job"] == {"servers": 2, "staleness": 0}
+
+
+def test_a_narrow_screen_cuts_no_number() -> None:
+    shown = {}
+    for width in (60, 200):
+        console = Console(file=io.StringIO(), width=width)
+        found = plan(CLUSTER)
+        show_plan(found, console, explain=False)
+        assert isinstance(console.file, io.StringIO)
+        shown[width] = console.file.getvalue()
+    assert "too narrow for: " in shown[60]
+    assert "too narrow" not in shown[200]
+    for text in shown.values():
+        assert "…" not in text
+        for one in found.ranked:
+            assert show_percent(one.overhead) in text

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from holdfast.errors import ConfigError
 from holdfast.policy.erasure import Code
@@ -19,6 +22,7 @@ from holdfast.sim.plots import check_plot
 from holdfast.sim.recovery import simulate
 from holdfast.sim.scaling import FIGURE_13, parse_models, parse_nodes, scale, scaled
 from holdfast.sim.traces import HourlyChance, LinearMtbf, Recorded, Renewals
+from holdfast.sim.view import show_points
 
 CLUSTER = Situation(
     table_bytes=4e12, row=RowSize(128, 512), servers=100, workers=300, hours=1000, mtbf_hours=20,
@@ -125,3 +129,17 @@ def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path: P
         check_plot(tmp_path / "overhead.doc")
     with pytest.raises(ConfigError, match="there is no folder"):
         check_plot(tmp_path / "no" / "overhead.png")
+
+
+def test_a_narrow_screen_cuts_no_number() -> None:
+    points = scale(CLUSTER, [Renewals("exponential", 2000.0)], [10, 100, 1000, 10_000], runs=1)
+    shown = {}
+    for width in (60, 140):
+        console = Console(file=io.StringIO(), width=width)
+        show_points(points, console)
+        assert isinstance(console.file, io.StringIO)
+        shown[width] = console.file.getvalue()
+        assert "…" not in shown[width]
+    figures = set(re.findall(r"\S+ \| \S+", shown[140].partition("The closed forms")[0]))
+    assert len(figures) > 10
+    assert figures <= set(re.findall(r"\S+ \| \S+", shown[60]))

@@ -18,26 +18,46 @@ from holdfast.sim.scaling import Point
 
 _ENDLESS = 10.0
 _WIDE = 150
+_GAP = 2
+_HEADER = "percent added:\nexpected | simulated"
 
 
 def show_points(points: Sequence[Point], console: Console) -> None:
     """A table for each way to fail: each cell has what was expected and what happened."""
     for model in dict.fromkeys(point.failures for point in points):
         of_model = [point for point in points if point.failures == model]
-        nodes = {point.servers: point.mtbf_hours for point in of_model}
-        table = Table(box=None, header_style="bold", pad_edge=False, title=model, title_justify="left")
-        table.add_column("percent added:\nexpected | simulated")
-        for servers, mtbf in nodes.items():
-            table.add_column(f"{servers:,} servers\nMTBF {show_hours(mtbf)}", justify="right")
-        for kind in dict.fromkeys(point.kind for point in of_model):
-            cells = {
-                point.servers: _cell(point, errors=console.width >= _WIDE)
-                for point in of_model
-                if point.kind == kind
-            }
-            table.add_row(kind, *(cells.get(servers, "–") for servers in nodes))
-        console.print(table)
+        for number, table in enumerate(_tables(of_model, console.width)):
+            table.title = None if number else model
+            console.print(table)
         _show_remarks(of_model, console)
+
+
+def _tables(points: Sequence[Point], width: int) -> Iterator[Table]:
+    """As many columns side by side as fit; the others follow below, so that no figure is cut."""
+    columns: dict[int, dict[str, str]] = {}
+    headers: dict[int, str] = {}
+    for point in points:
+        headers[point.servers] = f"{point.servers:,} servers\nMTBF {show_hours(point.mtbf_hours)}"
+        columns.setdefault(point.servers, {})[point.kind] = _cell(point, errors=width >= _WIDE)
+    kinds = list(dict.fromkeys(point.kind for point in points))
+    left = list(columns)
+    while left:
+        room = width - max(map(len, [*kinds, *_HEADER.splitlines()]))
+        shown: list[int] = []
+        for servers in left:
+            texts = [*headers[servers].splitlines(), *columns[servers].values()]
+            room -= _GAP + max(map(len, texts))
+            if shown and room < 0:
+                break
+            shown.append(servers)
+        left = left[len(shown) :]
+        table = Table(box=None, header_style="bold", pad_edge=False, title_justify="left")
+        table.add_column(_HEADER, no_wrap=True)
+        for servers in shown:
+            table.add_column(headers[servers], justify="right", no_wrap=True)
+        for kind in kinds:
+            table.add_row(kind, *(columns[servers].get(kind, "–") for servers in shown))
+        yield table
 
 
 def _cell(point: Point, *, errors: bool) -> str:
