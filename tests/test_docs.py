@@ -68,7 +68,7 @@ def events_of(path: Path) -> set[str]:
         name = node.args[0]
         if node.func.attr == "append" and isinstance(name, ast.Tuple) and "events" in ast.dump(node.func):
             name = name.elts[0]
-        elif node.func.attr not in ("emit", "_emit", "say", "_say"):
+        elif node.func.attr not in ("emit", "event", "say", "_say"):
             continue
         if isinstance(name, ast.Constant):
             found.add(str(name.value))
