@@ -281,7 +281,7 @@ class Checkpointer:
     def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
         self._writer.bind(self._objects.live_tables())
         self._objects.forget_replaced()
-        self._watch.accept()
+        self._watch.restored()
         lossy = any(group.is_coded for group in reader.stored_groups)
         self._writer.restores = version.restores + lossy
         resumed = self._writer.resume(version)
