@@ -37,13 +37,19 @@ WEIGHTS: dict[str, float] = {
 
 
 def bits(tree: Any, path: str = "") -> dict[str, Any]:
-    """Everything in a tree by its path; tensors as their bits."""
+    """Everything in a tree by its path; tensors as their bits.
+
+    NaN is NaN: Adagrad changes the sign of one, in steps that have no gradient for it, with every step.
+    """
     if isinstance(tree, dict):
         return {k: v for key, value in tree.items() for k, v in bits(value, f"{path}.{key}").items()}
     if isinstance(tree, (list, tuple)):
         return {k: v for i, value in enumerate(tree) for k, v in bits(value, f"{path}.{i}").items()}
     if isinstance(tree, Tensor):
-        found = tree.detach().contiguous().reshape(-1).view(torch.uint8)
+        found = tree.detach().clone().reshape(-1)
+        if found.is_floating_point():
+            found[found.isnan()] = float("nan")
+        found = found.view(torch.uint8)
         return {path: (tree.dtype, tuple(tree.shape), found.numpy().tobytes())}
     return {path: repr(tree)}
 

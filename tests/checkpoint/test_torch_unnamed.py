@@ -93,6 +93,12 @@ def clips_by_nan(net: Net, optimizer: torch.optim.Optimizer, saves: Saves) -> No
     saves()
 
 
+def clips_by_nan_when_most_rows_are_marked(net: Net, optimizer: torch.optim.Optimizer, saves: Saves) -> None:
+    usual(0, net, optimizer, nothing)
+    saves.checkpointer.mark("model.table.weight", range(1, ROWS))
+    clips_by_nan(net, optimizer, saves)
+
+
 def negates(net: Net, optimizer: torch.optim.Optimizer, saves: Saves) -> None:
     """A gradient of -0 makes 0 of a weight of -0."""
     with torch.no_grad():
@@ -149,7 +155,9 @@ def test_after_some_usual_steps(tmp_path: Path, do: Do, sparse: bool) -> None:
     run(tmp_path / "s", Net(sparse), do)
 
 
-@pytest.mark.parametrize("do", [clips_by_nan, negates], ids=lambda do: do.__name__)
+@pytest.mark.parametrize(
+    "do", [clips_by_nan, clips_by_nan_when_most_rows_are_marked, negates], ids=lambda do: do.__name__
+)
 def test_what_changes_a_whole_dense_gradient(tmp_path: Path, do: Do) -> None:
     run(tmp_path / "s", Net(), do)
 
@@ -195,6 +203,38 @@ def test_tables_that_are_marked_as_a_whole_are_looked_at_later(tmp_path: Path) -
             if i % 5 == 4:
                 saves()
         saves.check()
+
+
+def test_batches_without_ids_say_nothing_about_lookups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    objects = {"model": net, "optim": optimizer}
+    with hf.Checkpointer(tmp_path / "s", objects) as checkpointer:
+        saves = Saves(checkpointer, objects)
+        for i in range(30):
+            optimizer.zero_grad()
+            given = ids()[: 0 if i < 4 else None]
+            unnamed = functional.embedding(given * 7 % ROWS, net.table.weight)
+            torch.autograd.backward(net.table(given).sum() + unnamed.sum())
+            optimizer.step()
+            if i % 5 == 4:
+                saves()
+        saves.check()
+
+
+def test_restoring_into_a_table_that_has_been_replaced(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1)
+    with hf.Checkpointer(tmp_path / "s", {"model": net, "optim": optimizer}) as checkpointer:
+        usual(0, net, optimizer, nothing)
+        checkpointer.save(0)
+        right = net.table.weight.detach().clone()
+        optimizer.state.pop(net.table.weight)
+        net.table = nn.Embedding(ROWS, DIM)
+        optimizer.param_groups[0]["params"] = list(net.parameters())
+        checkpointer.restore()
+        assert torch.equal(net.table.weight, right)
 
 
 def test_another_checkpointer_that_restores(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ out that lookups do not tell.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ log = logging.getLogger("holdfast.checkpoint")
 FIRST_CHECKS = 2
 CHECK_EVERY = 64
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NOT_FINITE = {
+    torch.float64: 0x7FF << 52, torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00,
+}  # fmt: skip
 _STRIDE = 40503  # in which rows are looked at; prime
 
 
@@ -171,7 +175,7 @@ class Watch:
         # By their bits: what is subtracted from a weight of -0 is not the same for both kinds of 0.
         found = gradient.view(_BITS[gradient.itemsize]) != 0
         rows = found.flatten(1).any(1).nonzero().reshape(-1).numpy()
-        if check and not known:
+        if check and not known and len(rows):
             watched.checks += 1
             watched.next_check = watched.steps + (1 if watched.checks < FIRST_CHECKS else CHECK_EVERY)
             if not tracker.has(name, rows):
@@ -202,7 +206,7 @@ class Watch:
 
 
 def _odd_ones(dense: Sequence[tuple[_Watched, Tensor]], tracker: Tracker) -> list[bool]:
-    """Of each gradient, whether a row of it, another one in each step, is not 0 and yet not marked.
+    """Of each gradient, whether a row of it, another one in each step, is not 0 and yet not marked, or NaN.
 
     What is done to gradients as a whole, and changes those that were 0, shows there: a norm to clip by that
     is NaN, noise, a loss that all rows are part of.
@@ -215,13 +219,18 @@ def _odd_ones(dense: Sequence[tuple[_Watched, Tensor]], tracker: Tracker) -> lis
     ]
     found = np.empty(sum(sizes), np.uint8)
     copy_ranges(np.array(places, np.int64), np.array(sizes, np.int64), found)
-    if not found.any():
-        return [False] * len(dense)
-    ends = np.cumsum(sizes)
-    return [
-        bool(found[end - size : end].any()) and not tracker.has(watched.table.name, np.array([row], np.int64))
-        for (watched, _), row, size, end in zip(dense, rows, sizes, ends, strict=True)
-    ]
+    odd = [False] * len(dense)
+    if found.any():
+        end = 0
+        for number, ((watched, gradient), row, size) in enumerate(zip(dense, rows, sizes, strict=True)):
+            begin, end = end, end + size
+            bits = int.from_bytes(found[begin:end].tobytes(), sys.byteorder)
+            not_finite = _NOT_FINITE.get(gradient.dtype, 0)
+            odd[number] = bits != 0 and (
+                bits & not_finite == not_finite
+                or not tracker.has(watched.table.name, np.array([row], np.int64))
+            )
+    return odd
 
 
 def _is_plain(module: nn.Embedding | nn.EmbeddingBag) -> bool:
