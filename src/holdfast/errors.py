@@ -147,3 +147,8 @@ class StoreUnreachable(StoreError):
 
 class UnsafeName(StoreError):
     """A name that no writer of Holdfast chooses, or a link or device in place of a file."""
+
+
+def message_of(error: BaseException) -> str:
+    """What to say of any error: those of Holdfast are sentences, of others the kind must be named, too."""
+    return str(error) if isinstance(error, HoldfastError) else repr(error)

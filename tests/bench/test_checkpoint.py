@@ -14,6 +14,8 @@ CLAIMED = {
     "chunked.restore_over_differential", "incremental.restore_over_chunked",
     "chunked.stored_over_incremental", "chunked.stored_over_differential",
     "full.written_over_chunked", "dcp_async.stall_over_chunked",
+    "chunked.restore_over_differential.cached", "incremental.restore_over_chunked.cached",
+    "floor.restore_over_chunked", "floor.restore_over_chunked.cached",
     "chunked.rewritten_per_saved", "chunked.background_cpu_seconds_per_checkpoint",
 }  # fmt: skip
 

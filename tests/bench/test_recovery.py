@@ -15,6 +15,8 @@ from holdfast.bench.harness import BENCHES, Report
 CLAIMED = {
     "recovery.resume_seconds", "recovery.drop_percent", "recovery.k2.full_seconds",
     "recovery.checkpoint_average_over_ec", "recovery.decode_megabytes_per_second", "recovery.bit_exact",
+    "recovery.shared.resume_seconds", "recovery.shared.drop_percent", "recovery.shared.k2.full_seconds",
+    "recovery.shared.checkpoint_average_over_ec",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import shutil
 import threading
 from pathlib import Path
@@ -362,22 +363,23 @@ def test_numbers_of_deleted_versions_are_not_used_again(tmp_path: Path) -> None:
 
 
 def test_a_log_on_a_full_disk(tmp_path: Path) -> None:
-    class FullLog(EventLog):
+    class FullDisk(io.BytesIO):
         lines = 0
 
-        def emit(self, event: str, /, **figures: Any) -> None:
+        def write(self, line: Any) -> int:
             self.lines += 1
             raise OSError(errno.ENOSPC, "no space left on device")
 
-    run, events = Rows(), FullLog(None)
+    run, events, disk = Rows(), EventLog(None), FullDisk()
+    events._file = disk
     ckpt = hf.Checkpointer(tmp_path, run.objects, hf.Policy(strategy="incremental"), events=events)
     ckpt.save(0)
     assert in_time(ckpt.wait) is None
-    assert events.lines == 1
+    assert disk.lines == 1
     ckpt.store.put = lambda *a: 1 / 0  # type: ignore[assignment]
     ckpt.save(1)
     assert isinstance(in_time(ckpt.wait), hf.SaveFailed)
-    assert events.lines == 2
+    assert disk.lines == 2
     del ckpt.store.put
     ckpt.save(2)
     assert in_time(ckpt.close) is None

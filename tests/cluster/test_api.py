@@ -20,12 +20,11 @@ from holdfast.cluster.calls import spread_by
 from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.planning import plan_job
 from holdfast.cluster.progress import JobProgress
-from holdfast.cluster.server import digest
 from holdfast.errors import ConfigError
 from holdfast.events import read_events
 from holdfast.models.recommender import table_dims
 from holdfast.tables.lookup import Placer
-from holdfast.tables.shard import GroupShard
+from holdfast.tables.shard import GroupShard, digest
 from holdfast.training.config import Config, OwnDataConfig, OwnModelConfig, load
 from holdfast.training.metrics import auc, log_loss
 from holdfast.training.networks import build_network

@@ -12,7 +12,6 @@ from holdfast.cluster.messages import (
     Install,
     Instant,
     Lacks,
-    Message,
     Part,
     Peer,
     Position,
@@ -29,6 +28,7 @@ from holdfast.cluster.messages import (
 from holdfast.cluster.plan import Resume
 from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.cluster.wire import Message
 from holdfast.sim.cluster import counting_plan
 
 

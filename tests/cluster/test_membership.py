@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster.members import Durable
+from holdfast.cluster.epochs import Durable
 from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import (
     Beat,

@@ -12,7 +12,6 @@ import pytest
 from holdfast.cluster.messages import (
     Commit,
     Install,
-    Message,
     Part,
     Peer,
     Position,
@@ -29,6 +28,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.server import Server
 from holdfast.cluster.serving import _warm_up
 from holdfast.cluster.transport.base import Envelope, Frame
+from holdfast.cluster.wire import Message
 from holdfast.kernels import rows as row_loops
 from holdfast.kernels import update
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan

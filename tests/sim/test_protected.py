@@ -10,9 +10,20 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster import calls, lanes, membership, parity, protection, rebuilding, server, transaction
-from holdfast.cluster.messages import Change, Peer
+from holdfast.cluster import (
+    calls,
+    lanes,
+    members,
+    membership,
+    parity,
+    protection,
+    rebuilding,
+    server,
+    transaction,
+)
+from holdfast.cluster.messages import Peer
 from holdfast.cluster.plan import LaneOptions, Resume
+from holdfast.cluster.stripe_messages import Change
 from holdfast.cluster.transport.memory import Weather
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate
@@ -283,7 +294,7 @@ def parities_change_too_early(patch: pytest.MonkeyPatch) -> None:
 def the_dead_are_saved(patch: pytest.MonkeyPatch) -> None:
     """A cut goes on although a server that has copied its rows for it is gone."""
     patch.setattr(membership.Supervisor, "_give_up_cut", lambda self: None)
-    patch.setattr(membership.Supervisor, "_is_whole", lambda self, server: True)
+    patch.setattr(members.ServerMember, "whole", True)
 
 
 GUARDS = {

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster import members, membership, steps, transaction
+from holdfast.cluster import members, steps, transaction
 from holdfast.cluster.messages import WorkerInView
 from holdfast.sim import storage
 from holdfast.sim.schedule import KINDS, plan_of, simulate
@@ -120,10 +120,10 @@ def half_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def cuts_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers copy while workers are in the middle of a batch."""
 
-    def holds(self: Any, worker: Any, since: Any) -> bool:
-        return worker.beat is not None
+    def holds(self: Any, since: Any) -> bool:
+        return self.beat is not None
 
-    monkeypatch.setattr(membership.Supervisor, "_holds", holds)
+    monkeypatch.setattr(members.WorkerMember, "holds", holds)
 
 
 def epochs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ the strategy is, and is left out, except where tracking is compared with it.
 Bytes and counts are exact and the same on every machine. Times are ratios of what ran side by side. Restores
 are compared with the differential ones from the same baseline as a user has them, and without the baseline,
 which all strategies read alike; so are they with the floor, the least that any restore must do; with
-incremental only without it. All files are in the page cache then, as when a training that goes on steps back.
-*Cold* restores find none of them there, as after a restart of the machine: they come from the disk.
+incremental only without it. They come from the disk, as after a failure, and as IncrCP measures them: no file
+is in the page cache. Figures that end in ``.cached`` are of files that all are there, as when a training that
+goes on steps back to a version that it has just written.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +167,7 @@ class _Restores:
         return lambda: self.seconds(name, checkpoint, baseline=baseline, cold=cold)
 
     def at_all(
-        self, checkpoints: Sequence[int], names: Sequence[str], *, baseline: bool, cold: bool = False
+        self, checkpoints: Sequence[int], names: Sequence[str], *, baseline: bool, cold: bool
     ) -> dict[str, list[float]]:
         """By round, sums over all checkpoints. At each, strategies take turns: what disturbs disturbs all."""
         for name in names:  # files come to the page cache
@@ -173,72 +175,61 @@ class _Restores:
         by_checkpoint = [
             interleave(
                 {name: self.side(name, c, baseline=baseline, cold=cold) for name in names},
-                (self._rounds + 2) // 3 if cold else self._rounds,
+                self._rounds_of(cold),
             )
             for c in checkpoints
         ]
         return {n: [sum(times) for times in zip(*(c[n] for c in by_checkpoint), strict=True)] for n in names}
 
+    def at(
+        self, checkpoint: int, names: Sequence[str], floor: _Floor, *, baseline: bool, cold: bool
+    ) -> dict[str, list[float]]:
+        """By round, of one checkpoint, with the floor."""
+        sides = {name: self.side(name, checkpoint, baseline=baseline, cold=cold) for name in names}
+        return interleave({**sides, "floor": lambda: floor.seconds(cold=cold)}, self._rounds_of(cold))
+
+    def _rounds_of(self, cold: bool) -> int:
+        """Reading from the disk takes several times as long."""
+        return (self._rounds + 1) // 2 if cold else self._rounds
+
 
 def _restores(report: Report, trace: Trace, runs: dict[str, StrategyRun], rounds: int) -> None:
+    """From the disk, whose figures are the claimed ones, and from the page cache."""
     restores = _Restores(runs, rounds)
     samples, last = _sampled(trace.versions), trace.versions - 1
     names = ("differential", "chunked", "two_d", "incremental")
-    means = restores.at_all(samples, names, baseline=False)
-    whole = restores.at_all(samples, names[:2], baseline=True)
-    cold = restores.at_all(samples, names[:2], baseline=True, cold=True)
     touched = [
         np.unique(np.concatenate(ids)) for ids in zip(*map(trace.touched, range(last + 1)), strict=True)
     ]
-    sides = {name: restores.side(name, last, baseline=False) for name in names}
-    at_last = interleave({**sides, "floor": _Floor(trace, restores.fields, touched)}, rounds)
-    everything = [np.arange(rows) for rows in trace.rows]
-    both: dict[str, Callable[[], float]] = {
-        "chunked": restores.side("chunked", last, baseline=True),
-        "floor": _Floor(trace, restores.fields, everything),
-    }
-    whole_last = interleave(both, rounds)
-    both_cold: dict[str, Callable[[], float]] = {
-        "chunked": restores.side("chunked", last, baseline=True, cold=True),
-        "floor": _Floor(trace, restores.fields, everything, cold=True),
-    }
-    cold_last = interleave(both_cold, (rounds + 2) // 3)
-    report.raw.update(
-        {"restore.samples": means, "restore.whole": whole, "restore.cold": cold, "restore.last": at_last}
-        | {"restore.whole_last": whole_last, "restore.cold_last": cold_last}
-    )
-
-    def compare(name: str, one: list[float], other: list[float], note: str = "") -> None:
-        report.figure(name, ratio(one, other), note)
-
-    compare(
-        "chunked.restore_over_differential", whole["chunked"], whole["differential"],
-        "from the same baseline, mean of 10 versions",
-    )  # fmt: skip
-    compare(
-        "chunked.restore_over_differential.cold", cold["chunked"], cold["differential"],
-        "the same with no file in the page cache",
-    )  # fmt: skip
-    for name in ("chunked", "two_d"):
-        figure = f"{name}.restore_over_differential.beyond_baseline"
-        compare(figure, means[name], means["differential"], "without reading it")
-        compare(f"incremental.restore_over_{name}", at_last["incremental"], at_last[name], "last version")
-    compare(
-        "floor.restore_over_chunked", whole_last["floor"], whole_last["chunked"],
-        "every row of the last version read once and written once / chunked",
-    )  # fmt: skip
-    compare(
-        "floor.restore_over_chunked.cold", cold_last["floor"], cold_last["chunked"],
-        "the same with no file in the page cache",
-    )  # fmt: skip
-    compare(
-        "floor.restore_over_chunked.beyond_baseline", at_last["floor"], at_last["chunked"],
-        "the same without the baseline's rows",
-    )  # fmt: skip
+    changed_floor = _Floor(trace, restores.fields, touched)
+    floor = _Floor(trace, restores.fields, [np.arange(rows) for rows in trace.rows])
+    for cold, where, files in ((True, "", "from the disk"), (False, ".cached", "from the page cache")):
+        whole = restores.at_all(samples, names[:2], baseline=True, cold=cold)
+        changes = restores.at_all(samples, names, baseline=False, cold=cold)
+        last_whole = restores.at(last, names[1:2], floor, baseline=True, cold=cold)
+        last_changes = restores.at(last, names, changed_floor, baseline=False, cold=cold)
+        report.raw[f"restores{where}"] = {
+            "samples": {"whole": whole, "changes": changes},
+            "last": {"whole": last_whole, "changes": last_changes},
+        }
+        figure = partial(_compare, report, where)
+        figure("chunked.restore_over_differential", whole, f"{files}, same baseline, mean of 10 versions")
+        figure("floor.restore_over_chunked", last_whole, f"{files}, every row read once and written once")
+        for name in ("chunked", "two_d"):
+            figure(f"incremental.restore_over_{name}", last_changes, f"{files}, last version, no baseline")
+            figure(f"{name}.restore_over_differential.beyond_baseline", changes, "without reading it")
+        figure("floor.restore_over_chunked.beyond_baseline", last_changes, "without the baseline's rows")
     live = trace.live[-1] * RECORD_BYTES
     report.figure(
-        "chunked.restore_megabytes_per_second", Spread.of([live / s / 1e6 for s in at_last["chunked"]])
-    )
+        "chunked.restore_megabytes_per_second", Spread.of([live / s / 1e6 for s in last_changes["chunked"]]),
+        "of what changed, from the page cache",
+    )  # fmt: skip
+
+
+def _compare(report: Report, where: str, name: str, seconds: dict[str, list[float]], note: str) -> None:
+    """The figure ``one.restore_over_other…``, of these."""
+    one, other = name.partition(".")[0], name.partition("_over_")[2].partition(".")[0]
+    report.figure(name + where, ratio(seconds[one], seconds[other]), note)
 
 
 def _forget(file: int) -> None:
@@ -276,7 +267,6 @@ class _Floor:
         trace: of which these are rows.
         fields: where to.
         ids: the rows of each table.
-        cold: whether the file is to come from the disk each time.
     """
 
     def __init__(
@@ -284,10 +274,7 @@ class _Floor:
         trace: Trace,
         fields: dict[str, tuple[NDArray[np.uint8], ...]],
         ids: Sequence[NDArray[np.int64]],
-        *,
-        cold: bool = False,
     ) -> None:
-        self._cold = cold
         self._firsts = np.concatenate(([0], np.cumsum(trace.rows))).astype(np.int64)
         self._ids = np.concatenate(
             [first + of_table for first, of_table in zip(self._firsts, ids, strict=False)]
@@ -299,10 +286,11 @@ class _Floor:
         self._file.flush()
         os.fsync(self._file.fileno())  # else it cannot be taken out of the page cache
 
-    def __call__(self) -> float:
+    def seconds(self, *, cold: bool) -> float:
+        """Of one, from the disk or from the page cache."""
         begins = range(0, len(self._ids), _FLOOR_ROWS)
         _settle_memory(len(self._ids) * RECORD_BYTES)
-        if self._cold:
+        if cold:
             _forget(self._file.fileno())
         return stopwatch(lambda: run_all(self._load, begins))
 

@@ -22,10 +22,9 @@ from holdfast.cluster.faults import acknowledged_path
 from holdfast.cluster.messages import Status
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.resuming import open_saving, read_tree, restore_rows
-from holdfast.cluster.server import digest
 from holdfast.cluster.stored import job_state
 from holdfast.coding.placement import Placement
-from holdfast.tables.shard import GroupShard
+from holdfast.tables.shard import GroupShard, digest
 
 ROWS_OF_A_BATCH = SAMPLES * len(TABLE_ROWS)
 

@@ -37,10 +37,10 @@ from holdfast.checkpoint.tracker import RowSet, Tracker
 from holdfast.errors import (
     CheckpointError,
     CorruptCheckpoint,
-    HoldfastError,
     ObjectMissing,
     SaveFailed,
     StoreError,
+    message_of,
 )
 from holdfast.events import EventLog
 from holdfast.options import AutoBits, BitsChoice, Differential, Full, Policy
@@ -105,7 +105,7 @@ class Writer:
         self.catalog = Catalog(store, policy)
         for complaint in self.catalog.complaints:
             log.warning("%s: an older manifest is used: %s", store.url, complaint)
-            self._emit("checkpoint_damaged", version=None, error=complaint)
+            self.events.emit("checkpoint_damaged", version=None, error=complaint)
         self.catalog.delete_leftovers()
         self.tracker = Tracker(())
         self.reports: list[SaveReport] = []
@@ -181,7 +181,7 @@ class Writer:
         except (CheckpointError, StoreError) as error:
             # Of a file that another version needs. This one was restored: go on, without that file.
             log.warning("the next version of %s holds everything: %s", self.store.url, error)
-            self._emit("checkpoint_damaged", version=version.version, error=str(error))
+            self.events.emit("checkpoint_damaged", version=version.version, error=str(error))
             self.begin_anew()
             return False
         return True
@@ -200,7 +200,7 @@ class Writer:
         """Whether a save of this step is left out, as the policy says, because another is under way."""
         if self.policy.when_busy != "skip" or not self.busy():
             return False
-        self._emit("checkpoint_skipped", step=step)
+        self.events.emit("checkpoint_skipped", step=step)
         return True
 
     def save(
@@ -256,14 +256,14 @@ class Writer:
             self._under_way = None  # last: whoever is interrupted before it does this again
             if outcome.error is not None:
                 raise SaveFailed(
-                    f"a save to {self.store.url} failed: {_text(outcome.error)}; its rows are still marked "
-                    "as changed and will be in the next one"
+                    f"a save to {self.store.url} failed: {message_of(outcome.error)}; its rows are still "
+                    "marked as changed and will be in the next one"
                 ) from outcome.error
         error, self._tidy_error = self._tidy_error, None
         if error is not None:
             raise SaveFailed(
                 f"what was saved to {self.store.url} stands, but its files could not be rearranged: "
-                f"{_text(error)}"
+                f"{message_of(error)}"
             ) from error
 
     def wait(self) -> None:
@@ -379,8 +379,8 @@ class Writer:
         except BaseException as error:  # of whatever kind: the trainer waits for the next line
             outcome.error = error
             self._saved.set()
-            log.warning("saving version %d to %s failed: %s", number, self.store.url, _text(error))
-            self._emit("checkpoint_failed", version=number, step=step, error=_text(error))
+            log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
+            self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
             self._clear_away()
             return
         seconds = time.perf_counter() - started
@@ -399,8 +399,8 @@ class Writer:
         except BaseException as error:
             # The version stands; only its files are not arranged as they could be.
             self._tidy_error = error
-            log.warning("rearranging files of %s failed: %s", self.store.url, _text(error))
-            self._emit("checkpoint_tidy_failed", version=number, error=_text(error))
+            log.warning("rearranging files of %s failed: %s", self.store.url, message_of(error))
+            self.events.emit("checkpoint_tidy_failed", version=number, error=message_of(error))
             if isinstance(error, CorruptCheckpoint | ObjectMissing):
                 # What is built upon a damaged file cannot be restored, and every round would meet it again.
                 log.warning("the next version of %s holds everything", self.store.url)
@@ -412,14 +412,14 @@ class Writer:
         try:
             self.catalog.delete_leftovers(of_others=False)
         except Exception as error:  # the next writer clears it away
-            log.warning("what a failed save left in %s stays: %s", self.store.url, _text(error))
+            log.warning("what a failed save left in %s stays: %s", self.store.url, message_of(error))
 
     def _apply(self, change: Change) -> None:
         """A manifest with the change is durable."""
         try:
             self._shard.apply(change)
         except BaseException as error:  # for want of memory, say
-            log.warning("the next version of %s holds everything: %s", self.store.url, _text(error))
+            log.warning("the next version of %s holds everything: %s", self.store.url, message_of(error))
             self.begin_anew()
 
     def _full_bytes(self) -> int:
@@ -434,7 +434,7 @@ class Writer:
                 choice = wish.choose(self.restores)
                 if choice != self._said:
                     log.info("weights are stored in %d bits: %s", choice.bits, choice.reason)
-                    self._emit(
+                    self.events.emit(
                         "checkpoint_bits", bits=choice.bits, reason=choice.reason, restores=self.restores
                     )
                 self._said = choice
@@ -457,22 +457,12 @@ class Writer:
             "cpu_seconds": cpu_seconds + time.thread_time() - cpu,
         }
         self.reports.append(SaveReport(**values))
-        self._emit("checkpoint_saved", **values)
+        self.events.emit("checkpoint_saved", **values)
         problem, self.catalog.problem = self.catalog.problem, None
         if problem is not None:
             raise problem
-
-    def _emit(self, event: str, **figures: Any) -> None:
-        try:
-            self.events.emit(event, **figures)
-        except OSError as error:  # a full disk under the log must not stop what goes elsewhere
-            log.warning("the event %s could not be logged: %s", event, error)
 
     def _store_dense(self, number: int, parts: Sequence[Any]) -> DenseEntry:
         name = f"dense/{number:08}-{secrets.token_hex(6)}.safetensors"
         size = self.store.put(name, parts)
         return DenseEntry(name, size, checksum(*parts))
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, HoldfastError) else repr(error)

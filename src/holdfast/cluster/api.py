@@ -35,9 +35,8 @@ from holdfast.errors import ConfigError, DataLoss, StoreLocked
 from holdfast.events import EventLog
 from holdfast.options import Kill, NoProtection, Protection
 from holdfast.recipe import Recipe, recipe_of
-from holdfast.training.config import Config, load, to_yaml
-from holdfast.training.plots import plot_run, require_matplotlib
-from holdfast.training.session import make_folder, tensorboard
+from holdfast.training.config import Config, load
+from holdfast.training.session import open_run
 
 TEST_SAMPLES = 100_000
 """Of a ``Synthetic`` reader's test part, if none is given."""
@@ -156,14 +155,8 @@ class Job:
         Args:
             on_status: called a few times a second with where the job stands.
         """
-        config = self.config
-        if config.plot:
-            require_matplotlib()
-        folder = make_folder(config.run)
-        (folder / "config.yaml").write_text(to_yaml(config))
-        with EventLog(folder) as events, tensorboard(config, folder) as board:
-            events.emit("config", **msgspec.to_builtins(config))
-            reports = Reports(config, events)
+        with open_run(self.config) as (folder, events, board):
+            reports = Reports(self.config, events)
 
             def take(status: Status) -> None:
                 progress = reports.note(status)
@@ -181,8 +174,6 @@ class Job:
                 events.emit("run_failed", error=type(error).__name__, message=str(error))
                 raise
             events.emit("run_finished", **_figures(result))
-        if config.plot:
-            plot_run(folder)
         return result
 
     def _run(

@@ -21,7 +21,6 @@ from holdfast.cluster.messages import (
     Install,
     Kept,
     Lacks,
-    Message,
     Part,
     Peer,
     Position,
@@ -34,6 +33,7 @@ from holdfast.cluster.messages import (
 )
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.cluster.wire import Message
 
 Floats = NDArray[np.float32]
 

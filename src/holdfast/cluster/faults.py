@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster.messages import Commit, Message, Position, Push
+from holdfast.cluster.messages import Commit, Position, Push
+from holdfast.cluster.wire import Message
 from holdfast.errors import ConfigError
 
 POINTS = ("pulled", "computed", "push", "commit", "pushed")

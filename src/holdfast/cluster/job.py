@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.cluster.epochs import Durable
 from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds
 from holdfast.cluster.keys import Keys, load_keys
 from holdfast.cluster.launch.base import Engine
 from holdfast.cluster.loop import flush
-from holdfast.cluster.members import Durable
 from holdfast.cluster.messages import (
     Beat,
     Evaluation,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from holdfast.cluster.messages import Change, Instant, LaneMessage, Peer, StripePart
+from holdfast.cluster.messages import Instant, Peer
+from holdfast.cluster.stripe_messages import Change, LaneMessage, StripePart
 from holdfast.cluster.transport.base import Envelope, Frame
 
 

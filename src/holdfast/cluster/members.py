@@ -1,37 +1,11 @@
-"""What a supervisor knows: of nodes, of a cut that is being made, and what it must know after a crash."""
+"""What a supervisor knows of nodes, and of a cut that is being made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
-from msgspec import Struct
-
-from holdfast.cluster.messages import Beat, Peer, Position, Role, ServerInView, ViewNumber, WorkerMark
-
-
-class Durable(Struct, frozen=True, kw_only=True):
-    """What a supervisor must know again after a crash."""
-
-    epoch: int = 0
-    servers: tuple[int, ...] = ()
-    """The incarnation of each slot."""
-    workers: tuple[int, ...] = ()
-    endpoint: str = ""
-    began: bool = False
-    """Whether servers have begun: from then on what they hold is more than first values."""
-    started: tuple[ServerInView, ...] = ()
-    """Replacements that have taken over: who has heard of one has forgotten how far the dead server came."""
-
-
-class Storage(Protocol):
-    """Keeps the durable state."""
-
-    def load(self) -> Durable | None:
-        """What was saved last; None the first time."""
-
-    def save(self, state: Durable) -> None:
-        """Keep it: when this returns, a crash no longer loses it."""
+from holdfast.cluster.messages import Beat, Peer, Position, Role, ViewNumber, WorkerMark
 
 
 @dataclass
@@ -45,6 +19,10 @@ class Member:
     """When this incarnation was asked for."""
     heard: float | None = None
     beat: Beat | None = None
+    stage: Literal["fencing", "settling", "started"] = "fencing"
+    since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
+    """In which it came to its stage: others must know of that before it gets to the next."""
+    deaths: int = 0
 
     @property
     def peer(self) -> Peer:
@@ -55,14 +33,15 @@ class Member:
         """Whether it has seen this view."""
         return self.beat is not None and self.beat.view >= number
 
+    def event(self, name: str, **figures: Any) -> tuple[str, dict[str, Any]]:
+        """Something that the run's log says of it."""
+        return name, {"slot": self.slot, "incarnation": self.incarnation, **figures}
+
 
 @dataclass
 class ServerMember(Member):
     """Of a server's slot."""
 
-    stage: Literal["fencing", "settling", "started"] = "fencing"
-    since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
-    deaths: int = 0
     lost_at: float | None = None
     """When this supervisor asked for the incarnation; None: one before it did, and it may have started."""
     recovering: bool = False
@@ -78,15 +57,43 @@ class ServerMember(Member):
         """Where workers stand there; empty if nothing can be said."""
         return self.beat.marks if self.beat is not None and self.beat.started.epoch else ()
 
+    @property
+    def ready(self) -> bool:
+        """Whether it is there, and reads nothing from a checkpoint any more."""
+        return self.beat is not None and self.beat.state != "restoring"
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has all of its rows."""
+        whole = self.beat is not None and not self.beat.redundancy.not_installed
+        return whole and self.stage == "started" and bool(self.marks) and not self.recovering
+
+    @property
+    def sound(self) -> bool:
+        """Whether it has all of its rows and parities: another may be lost."""
+        return self.whole and self.beat is not None and not self.beat.redundancy.parities
+
+    @property
+    def makes_wait(self) -> bool:
+        """Whether workers may well wait for it though they reach it: it is not there yet, or lacks rows that
+        do not come from them. A checkpoint may take minutes to read."""
+        if self.stage != "started" or self.beat is None:
+            return True
+        lacking = self.beat.redundancy.rows - self.beat.redundancy.not_installed
+        return self.recovering and lacking > 0
+
 
 @dataclass
 class WorkerMember(Member):
     """Of a worker's slot."""
 
-    stage: Literal["fencing", "settling", "started"] = "fencing"
-    since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
-    deaths: int = 0
     died_at: int = -1
+    """The last batch that counted when it last died."""
+
+    def holds(self, since: ViewNumber) -> bool:
+        """Whether it has finished its batch and goes on with no other, knowing of this view."""
+        holds = self.beat is not None and self.beat.state in ("held", "done")
+        return holds and self.stage == "started" and self.follows(since)
 
 
 @dataclass

@@ -7,16 +7,13 @@ supervisor's ``View`` tells a node how the job is to be. A node whose beat shows
 one again. Only what a server has saved is asked for (``Collect`` → ``Saved``), again and again until it is
 there.
 
-Between servers goes what protects their rows. In a *lane*, which is an owner's messages to one parity server
-in order, each once: ``Change``, ``Values``, ``Forget`` (→ ``Taken``). Outside of it ``ReadStripes`` asks an
-owner for ``Values``, and ``Recover`` asks a parity server for ``Syndromes``, again until the answer is there.
+What servers tell each other is in ``stripe_messages``; ``wire`` makes bytes of it all.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 Role = Literal["server", "worker", "supervisor", "launcher"]
@@ -158,15 +155,6 @@ class WorkerMark(Struct, frozen=True, array_like=True):
     """The last one that no failure which the code covers can undo."""
 
 
-class StripePart(Struct, frozen=True, array_like=True):
-    """Some rows of one group that are the same member of their stripes; frames: blocks (uint32), records."""
-
-    group: int
-    parity: int
-    member: int
-    rows: int
-
-
 class Instant(Struct, frozen=True, array_like=True):
     """How far a server had come when it made a batch of changes."""
 
@@ -175,78 +163,6 @@ class Instant(Struct, frozen=True, array_like=True):
     """The pushes that are in this batch or before it."""
     installed: tuple[int, ...] = ()
     """The groups that have their first values."""
-
-
-class Change(Struct, frozen=True, array_like=True, tag="change"):
-    """Owner → parity server, in their lane: old XOR new of records, of one or many pushes.
-
-    Batches of changes are numbered alike in all lanes of an owner.
-    """
-
-    number: int
-    """In the lane, from 1."""
-    instant: Instant
-    stable: int
-    """The newest batch that all parity servers have."""
-    parts: tuple[StripePart, ...]
-    more: bool = False
-    """Whether the next one is of the same batch, which was too large for one message: all count together."""
-
-
-class Values(Struct, frozen=True, array_like=True, tag="values"):
-    """Owner → parity server, in their lane: records as they were after this batch.
-
-    Frames: the records that the owner has, and which of those that were asked for it lacks (uint32).
-    """
-
-    number: int
-    instant: Instant
-    job: int
-    member: int
-    rows: int
-    absent: int = 0
-
-
-class Forget(Struct, frozen=True, array_like=True, tag="forget"):
-    """Owner → parity server, in their lane: these records are not what the parities of their stripes contain.
-
-    Frames: for each part blocks (uint32).
-    """
-
-    number: int
-    instant: Instant
-    parts: tuple[StripePart, ...]
-
-
-LaneMessage = Change | Values | Forget
-
-
-class Taken(Struct, frozen=True, array_like=True, tag="taken"):
-    """Parity server → owner: everything in the lane up to this number has arrived and counts."""
-
-    number: int
-
-
-class ReadStripes(Struct, frozen=True, array_like=True, tag="read"):
-    """Parity server → owner: put these records into our lane. Frame: blocks (uint32), ascending."""
-
-    job: int
-    group: int
-    member: int
-    rows: int
-
-
-class Recover(Struct, frozen=True, array_like=True, tag="recover"):
-    """Replacement → parity server: what is left of these stripes without these members?
-
-    Frame: blocks (uint32), ascending.
-    """
-
-    request: int
-    group: int
-    parity: int
-    without: tuple[int, ...]
-    rows: int
 
 
 class LaneState(Struct, frozen=True, array_like=True):
@@ -258,28 +174,6 @@ class LaneState(Struct, frozen=True, array_like=True):
     now: Instant = Instant()
     first: Instant = Instant()
     """The oldest that it could go back to."""
-
-
-class Lacking(Struct, frozen=True, array_like=True):
-    """Stripes of a request that have no answer; the frame says which of them (uint32)."""
-
-    member: int
-    """That the owner lacks; -1: the parity is not there."""
-    rows: int
-
-
-class Syndromes(Struct, frozen=True, array_like=True, tag="syndromes"):
-    """The answer: of each stripe the sum of the parts that the missing members have in this parity.
-
-    Frames: which of the stripes asked for (uint32), syndromes, then one for each ``lacking``.
-    """
-
-    request: int
-    parity: int
-    rows: int
-    without: tuple[LaneState, ...]
-    """Up to where the missing members' owners had come."""
-    lacking: tuple[Lacking, ...] = ()
 
 
 class Redundancy(Struct, frozen=True, array_like=True):
@@ -516,52 +410,3 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     """The last few events, so that one report may be lost."""
     degraded: bool = False
     """Whether rows or parities are lacking."""
-
-
-Message = (
-    Pull
-    | Rows
-    | Install
-    | Lacks
-    | Push
-    | Commit
-    | Pushed
-    | Kept
-    | Refused
-    | Change
-    | Values
-    | Forget
-    | Taken
-    | ReadStripes
-    | Recover
-    | Syndromes
-    | Beat
-    | View
-    | Collect
-    | Saved
-    | Status
-)
-
-
-class Header(Struct, frozen=True, array_like=True):
-    """What the first frame of a message says; the other frames are its arrays."""
-
-    job: str
-    """A random name: what was meant for another job is dropped."""
-    source: Peer
-    target: Peer
-    message: Message
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Header)
-
-
-def encode(header: Header) -> bytes:
-    """The first frame."""
-    return _encoder.encode(header)
-
-
-def decode(frame: bytes | memoryview) -> Header:
-    """The header of a message; raises ``msgspec.DecodeError`` if it is none."""
-    return _decoder.decode(frame)

@@ -24,25 +24,27 @@ from numpy.typing import NDArray
 
 from holdfast.cluster.lanes import InLane, OutLane
 from holdfast.cluster.messages import (
-    Change,
-    Forget,
     Instant,
-    LaneMessage,
     LaneState,
-    Message,
     Peer,
-    ReadStripes,
     ServerInView,
-    StripePart,
-    Taken,
-    Values,
     View,
     ViewNumber,
     WorkerMark,
 )
 from holdfast.cluster.parity import Blocks, ParityShard, Records
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.stripe_messages import (
+    Change,
+    Forget,
+    LaneMessage,
+    ReadStripes,
+    StripePart,
+    Taken,
+    Values,
+)
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.cluster.wire import Message
 from holdfast.tables.shard import GroupShard
 
 _Share = tuple[StripePart, Blocks, Records]

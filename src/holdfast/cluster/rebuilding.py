@@ -16,20 +16,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.cluster.messages import (
+from holdfast.cluster.messages import Peer
+from holdfast.cluster.parity import Blocks, Records, read_only
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.protection import Protection
+from holdfast.cluster.stripe_messages import (
     Lacking,
-    Message,
-    Peer,
     ReadStripes,
     Recover,
     StripePart,
     Syndromes,
     Values,
 )
-from holdfast.cluster.parity import Blocks, Records, read_only
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.protection import Protection
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.cluster.wire import Message
 
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024

@@ -19,10 +19,11 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from holdfast.cluster.messages import Peer, Recover, Redundancy, Syndromes
+from holdfast.cluster.messages import Peer, Redundancy
 from holdfast.cluster.parity import Records
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
+from holdfast.cluster.stripe_messages import Recover, Syndromes
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.tables.shard import GroupShard
 

@@ -27,7 +27,7 @@ from holdfast.cluster.plan import JobPlan, Resume
 from holdfast.cluster.saving import Runs, ShardSaver
 from holdfast.cluster.server import Server
 from holdfast.cluster.stored import check_fit, encoder_of, job_state, network_records, saving_of
-from holdfast.errors import CorruptCheckpoint, HoldfastError, NoSuchVersion, StoreError
+from holdfast.errors import CorruptCheckpoint, NoSuchVersion, StoreError, message_of
 from holdfast.options import Full
 from holdfast.tables.shard import GroupShard, Records
 
@@ -229,4 +229,4 @@ def _failing(server: Server) -> Iterator[None]:
         yield
     except Exception as error:
         traceback.print_exc()
-        server.error = str(error) if isinstance(error, HoldfastError) else repr(error)
+        server.error = message_of(error)

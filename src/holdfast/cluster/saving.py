@@ -29,7 +29,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.ranking import rankings
 from holdfast.cluster.stored import encoder_of, saving_of, table_groups
 from holdfast.cluster.transport.base import Frame
-from holdfast.errors import CorruptCheckpoint, HoldfastError
+from holdfast.errors import CorruptCheckpoint, message_of
 from holdfast.options import Differential
 from holdfast.tables.shard import GroupShard
 
@@ -147,7 +147,7 @@ class ShardSaver:
             self._copy(save)
         except Exception as error:  # for want of memory, say: the server must go on
             log.warning("version %d could not be copied: %r", version, error)
-            save.copies, save.error, save.written = [], _text(error), True
+            save.copies, save.error, save.written = [], message_of(error), True
         self._save = save
         if not save.written:
             self._runs.submit(lambda: self._write(save))
@@ -262,7 +262,7 @@ class ShardSaver:
             self._store.sync()  # the supervisor's publish knows nothing of names that others made
         except Exception as error:
             log.warning("server %d could not save version %d: %r", self._slot, save.version, error)
-            save.error = _text(error)
+            save.error = message_of(error)
         finally:
             save.copies = []
             save.seconds = time.perf_counter() - started
@@ -312,7 +312,7 @@ class ShardSaver:
                 self._store.sync()
         except Exception as error:
             log.warning("server %d could not rearrange its files: %r", self._slot, error)
-            save.tidy, save.tidy_error = None, _text(error)
+            save.tidy, save.tidy_error = None, message_of(error)
         finally:
             save.tidied = True
 
@@ -333,7 +333,3 @@ def _own_rows(shard: GroupShard) -> NDArray[np.int64]:
 
 def _bytes(words: NDArray[np.uint32]) -> Bytes2D:
     return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), 4 * words.shape[1])
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, HoldfastError) else repr(error)

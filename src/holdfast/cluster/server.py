@@ -10,33 +10,25 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
-import xxhash
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from holdfast.cluster.installing import Installing
+from holdfast.cluster.kept import KeptPushes
 from holdfast.cluster.messages import (
     Beat,
     Collect,
     Commit,
     Figures,
     Install,
-    Kept,
-    LaneMessage,
-    Message,
-    Part,
     Peer,
     Pull,
     Push,
     Pushed,
-    ReadStripes,
-    Recover,
     Redundancy,
     Refused,
     Rows,
     ServerInView,
-    Syndromes,
-    Taken,
     View,
     ViewNumber,
     WorkerMark,
@@ -46,16 +38,15 @@ from holdfast.cluster.protection import Protection
 from holdfast.cluster.rebuilding import Rebuilding
 from holdfast.cluster.recovery import Recovery
 from holdfast.cluster.saver import Saver
+from holdfast.cluster.stripe_messages import LaneMessage, ReadStripes, Recover, Syndromes, Taken
 from holdfast.cluster.transaction import PushLedger
-from holdfast.cluster.transport.base import Envelope, Frame, as_array
+from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.cluster.transport.zmq import Counters
+from holdfast.cluster.updates import Update, pulled_rows, pushed_rows, shard_of
 from holdfast.cluster.waiting import Waiting
+from holdfast.cluster.wire import Message
 from holdfast.cluster.witness import Witness
-from holdfast.tables.shard import GroupShard
-
-Update = tuple[int, NDArray[np.uint32], NDArray[np.float32]]
-"""A group, places of its rows, and their gradients."""
-_NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
+from holdfast.tables.shard import GroupShard, digest
 
 
 class Server:
@@ -94,18 +85,7 @@ class Server:
         self.outbox: list[Envelope] = []
         replaces = me.incarnation > 1
         self._witness = witness
-        make_shard = GroupShard if witness is None else witness.shard
-        self.shards = [
-            make_shard(
-                group,
-                placement,
-                me.slot,
-                plan.seed,
-                keep_changes=placement.r > 0,
-                empty=replaces or not fresh,
-            )
-            for group, placement in zip(plan.groups, plan.placements, strict=True)
-        ]
+        self.shards = _make_shards(me, plan, witness, empty=replaces or not fresh)
         self.view = View(ViewNumber(), "starting")
         self.started = ViewNumber()
         """The view by which this server took its slot over; (0, 0) before that."""
@@ -123,30 +103,28 @@ class Server:
         self._cut = 0
         self._next_beat = 0.0
         self._told: tuple[object, ...] = ()
-        self._kept_told = [0] * plan.workers
-        self._pushed_at = [0.0] * plan.workers
         self._waiting = Waiting()
         self._changed = False
         self.protection: Protection | None = None
         self.recovery: Recovery | None = None
         if plan.r:
-            self.protection = Protection(
-                me,
-                plan,
-                self.shards,
-                self.outbox,
-                self._ledger.marks,
-                fresh=fresh and not replaces,
-                lacks=self._lacks,
-            )
-            if witness is not None:
-                witness.protection = self.protection
+            self.protection = self._make_protection(fresh=fresh and not replaces)
             self.rebuilding = Rebuilding(plan, self.protection)
             if replaces:
                 self.recovery = Recovery(plan, self.shards, self.protection)
                 self.recovery.on_rows = self._serve_waiting
+        self._kept = KeptPushes(me, plan, self._ledger, self.protection, self.outbox)
         self._installing = Installing(me, plan, self.shards, self.outbox)
         self._now = 0.0
+
+    def _make_protection(self, *, fresh: bool) -> Protection:
+        marks, shards = self._ledger.marks, self.shards
+        protection = Protection(
+            self.me, self.plan, shards, self.outbox, marks, fresh=fresh, lacks=self._lacks
+        )
+        if self._witness is not None:
+            self._witness.protection = protection
+        return protection
 
     @property
     def over(self) -> bool:
@@ -183,7 +161,7 @@ class Server:
             self._rebuild(now)
             if self.recovery is None or not self.recovery.left:
                 self.rebuilding.scrub(now)
-            self._tell_kept()
+            self._kept.tell(self.view, now)
         if self.started.epoch:
             self._installing.tick(self.view, now)
         if now >= self._next_beat or self._told != self._news():
@@ -220,7 +198,7 @@ class Server:
 
     def marks(self) -> tuple[WorkerMark, ...]:
         """Where every worker stands."""
-        return tuple(replace(mark, kept=self._kept(mark.slot)) for mark in self._ledger.marks())
+        return tuple(replace(mark, kept=self._kept.kept(mark.slot)) for mark in self._ledger.marks())
 
     def redundancy(self) -> Redundancy:
         """What is still to be brought back."""
@@ -382,15 +360,10 @@ class Server:
         for envelope in self._waiting.at_rows():
             self.receive(envelope, self._now)
 
-    def _kept(self, worker: int) -> int:
-        return self.protection.kept(worker) if self.protection else self._ledger.applied(worker)
-
     def _with_kept(self, answer: Pushed | Refused | None, source: Peer) -> Pushed | Refused | None:
         self._note_changes(source.slot)
         if isinstance(answer, Pushed):
-            self._pushed_at[source.slot] = self._now
-            self._kept_told[source.slot] = self._kept(source.slot)
-            return replace(answer, kept=self._kept(source.slot))
+            return self._kept.answer(answer, source.slot, self._now)
         return answer
 
     def _note_changes(self, worker: int | None = None) -> None:
@@ -399,23 +372,9 @@ class Server:
             self.protection.changed(self._now, worker)
         self._changed = False
 
-    def _tell_kept(self) -> None:
-        """Tell workers what is kept if they would not hear of it soon with the answer to a push."""
-        lanes, holds = self.plan.lanes, self.view.phase != "running"
-        for worker in self.view.workers:
-            slot, told = worker.slot, self._kept_told[worker.slot]
-            kept = self._kept(slot)
-            if kept <= told or not worker.starts:
-                continue
-            waits = self._ledger.applied(slot) - told >= lanes.window
-            if holds or waits or self._now - self._pushed_at[slot] >= lanes.idle_seconds:
-                self._kept_told[slot] = kept
-                target = Peer("worker", slot, worker.incarnation)
-                self.outbox.append(Envelope(self.me, target, Kept(kept)))
-
     def _push(self, envelope: Envelope, message: Push) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         source = envelope.source
-        updates = self._updates(message.parts, envelope.frames)
+        updates = pushed_rows(self.shards, message.parts, envelope.frames)
         if not all(self.shards[group].installed for group, _, _ in updates):
             return Refused("not installed", message.sequence), ()
         if self._waits(envelope, "push", message.sequence, updates):
@@ -467,42 +426,21 @@ class Server:
             raise ValueError("a pull whose frames do not fit its parts")
         if self._is_ahead(envelope, message):
             return None, ()
-        missing = tuple(p.group for p in message.parts if not self._shard(p).installed)
+        missing = tuple(p.group for p in message.parts if not shard_of(self.shards, p).installed)
         if missing:
             return Rows(message.request, (), missing), ()
-        wanted: list[Update] = [
-            (part.group, as_array(frame, np.uint32, (part.rows,)), _NOTHING)
-            for part, frame in zip(message.parts, envelope.frames, strict=True)
-        ]
+        wanted = pulled_rows(message.parts, envelope.frames)
         if self._waits(envelope, "pull", message.request, wanted):
             return None, ()
         return Rows(message.request, message.parts), [self.shards[g].pull(places) for g, places, _ in wanted]
 
     def _install(self, message: Install, frames: Sequence[Frame]) -> None:
-        for group, places, weights in self._updates(message.parts, frames):
+        for group, places, weights in pushed_rows(self.shards, message.parts, frames):
             shard = self.shards[group]
             if self._takes_first_values and not shard.installed:
                 shard.install(places, weights)
                 if self.protection is not None:
                     self.protection.changed(self._now)
-
-    def _updates(self, parts: Sequence[Part], frames: Sequence[Frame]) -> list[Update]:
-        """The parts of a push as arrays, all of them checked: what is applied in part cannot be undone."""
-        if len(frames) != 2 * len(parts):
-            raise ValueError("a push whose frames do not fit its parts")
-        updates: list[Update] = []
-        for number, part in enumerate(parts):
-            shard = self._shard(part)
-            places = as_array(frames[2 * number], np.uint32, (part.rows,))
-            values = as_array(frames[2 * number + 1], np.float32, (part.rows, shard.plan.dim))
-            shard.check(places)
-            updates.append((part.group, places, values))
-        return updates
-
-    def _shard(self, part: Part) -> GroupShard:
-        if not 0 <= part.group < len(self.shards):
-            raise ValueError(f"group {part.group}: there are {len(self.shards)}")
-        return self.shards[part.group]
 
     def _apply(self, updates: list[Update]) -> None:
         for group, places, gradients in updates:
@@ -513,9 +451,9 @@ class Server:
         self._changed = True
 
 
-def digest(shards: Sequence[GroupShard]) -> str:
-    """A checksum over all records, to the bit."""
-    state = xxhash.xxh3_128()
-    for shard in shards:
-        state.update(np.ascontiguousarray(shard.records).reshape(-1).view(np.uint8).data)
-    return state.hexdigest()
+def _make_shards(me: Peer, plan: JobPlan, witness: Witness | None, *, empty: bool) -> list[GroupShard]:
+    make = GroupShard if witness is None else witness.shard
+    return [
+        make(group, placement, me.slot, plan.seed, keep_changes=placement.r > 0, empty=empty)
+        for group, placement in zip(plan.groups, plan.placements, strict=True)
+    ]

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast.cluster.epochs import Durable
 from holdfast.cluster.keys import load_keys
 from holdfast.cluster.loop import TICK_SECONDS, broken_links, flush, memory_bytes
-from holdfast.cluster.members import Durable, Member
+from holdfast.cluster.members import Member
 from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import Figures, Happening, NodeStatus, Peer, Status
 from holdfast.cluster.node import Assignment

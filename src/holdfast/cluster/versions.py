@@ -37,7 +37,7 @@ from holdfast.cluster.saving import FileNote, Runs
 from holdfast.cluster.stored import JobState, dense_tree, encoder_of, saving_of, version_metadata
 from holdfast.cluster.stream import Layout, merge_layouts
 from holdfast.cluster.transport.base import Frame, as_array
-from holdfast.errors import HoldfastError, StoreLocked
+from holdfast.errors import HoldfastError, StoreLocked, message_of
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -190,7 +190,7 @@ class Versions:
             # A store elsewhere stays locked for a while after a supervisor that died.
             self._open_at = now + _OPEN_AGAIN_SECONDS
             if not isinstance(error, StoreLocked):
-                self._fail(f"the store of checkpoints could not be opened: {_text(error)}")
+                self._fail(f"the store of checkpoints could not be opened: {message_of(error)}")
             return
         self._look_around(supervisor)
 
@@ -334,12 +334,14 @@ class Versions:
                 self._finish(save, supervisor)
             else:  # the version stands, its files are not arranged as they could be
                 self._fail(
-                    f"files could not be rearranged: {_text(error)}", "checkpoint_tidy_failed", save.version
+                    f"files could not be rearranged: {message_of(error)}",
+                    "checkpoint_tidy_failed",
+                    save.version,
                 )
                 self._save = None
             return
         if error is not None:
-            self._drop(_text(error))
+            self._drop(message_of(error))
             return
         assert save.cut is not None
         version = self._catalog.manifest.versions[-1]
@@ -462,7 +464,3 @@ class Versions:
 
     def _say(self, event: str, **figures: Any) -> None:
         self.events.append((event, figures))
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, HoldfastError) else repr(error)

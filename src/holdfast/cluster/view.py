@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cluster.progress import JobProgress, Lacking, ProcessStatus, RedundancyStatus, tell
-from holdfast.training.view import TimeLeft, describe, duration
+from holdfast.training.view import TimeLeft, View, describe, duration
 
 _PLAIN_SECONDS = 5.0
 _QUIET_SECONDS = 1.0
@@ -25,20 +25,7 @@ _STYLES = {
 }  # fmt: skip
 
 
-class JobView(Protocol):
-    """Shows a job; a context manager round its run."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def update(self, progress: JobProgress) -> None:
-        """Show where the job stands."""
-
-
-def build_view(console: Console) -> JobView:
+def build_view(console: Console) -> View[JobProgress]:
     """The live view on a terminal, plain lines in a pipe or a log."""
     return LiveJobView(console) if console.is_terminal else PlainJobView(console)
 

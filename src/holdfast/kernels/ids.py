@@ -16,11 +16,13 @@ BUILT_WITH = {"machine": "408cfd76b202"}
 @njit(cache=True, nogil=True)
 def mark_rows(bits, ids, first, rows):
     """Set the bits first + id of a uint64 bitmap. Ids outside of the table are not its concern."""
+    # Unsigned numbers: a negative id is a large one, and Numba does not look for places before the end.
+    first, rows = np.uint64(first), np.uint64(rows)
     for i in range(ids.shape[0]):
-        row = ids[i]
-        if 0 <= row < rows:
+        row = np.uint64(ids[i])
+        if row < rows:
             bit = first + row
-            bits[bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
+            bits[bit >> np.uint64(6)] |= np.uint64(1) << (bit & np.uint64(63))
 
 
 @njit(cache=True, nogil=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.cluster.members import Durable
+from holdfast.cluster.epochs import Durable
 
 
 @dataclass

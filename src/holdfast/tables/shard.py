@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from holdfast.kernels import ids as id_loops
@@ -218,3 +220,11 @@ def _in_order(array: NDArray[Any]) -> NDArray[Any]:
     """The same, contiguous and aligned: what messages bring is so already, and ``np.require`` is slow."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=["C", "A"])
+
+
+def digest(shards: Sequence[GroupShard]) -> str:
+    """A checksum over all records, to the bit."""
+    state = xxhash.xxh3_128()
+    for shard in shards:
+        state.update(np.ascontiguousarray(shard.records).reshape(-1).view(np.uint8).data)
+    return state.hexdigest()

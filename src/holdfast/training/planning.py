@@ -12,6 +12,7 @@ import yaml
 
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
+from holdfast.options import ErasureCode
 from holdfast.policy.failure_log import FailureLog, read_failures
 from holdfast.policy.increments import RowSize, Touches
 from holdfast.policy.lifetimes import Fit, fit
@@ -116,9 +117,8 @@ def read_question(given: Given) -> Question:
     fits, log = _failures(given, found)
     _rest(given, found)
     situation = Situation(**found.values, stop_to_write=given.stop_to_write, costs=_costs(given.costs))
-    wishes = Wishes(
-        k=given.k, r=_parities(given.r), target_pls=given.target_pls, auc_loss_per_pls=given.auc_loss_per_pls
-    )
+    r = None if given.r is None else ErasureCode(k=1, r=given.r).r  # which says what it may be
+    wishes = Wishes(k=given.k, r=r, target_pls=given.target_pls, auc_loss_per_pls=given.auc_loss_per_pls)
     return Question(situation, wishes, tuple(found.assumed), measured, fits, log, config)
 
 
@@ -276,9 +276,3 @@ def write_configuration(
         out.write_text(header + yaml.safe_dump(values, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
-
-
-def _parities(wanted: int | None) -> int | None:
-    if wanted is not None and not 1 <= wanted <= 3:
-        raise ConfigError(f"r is {wanted}: expected 1 to 3 parities")
-    return wanted

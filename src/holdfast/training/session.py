@@ -36,12 +36,7 @@ def run(config: Config, console: Console) -> Outcome:
     The first Ctrl-C (or SIGTERM) ends training after the step under way, tests, and returns; a second
     one ends the process at once.
     """
-    if config.plot:
-        require_matplotlib()
-    folder = make_folder(config.run)
-    (folder / "config.yaml").write_text(to_yaml(config))
-    with EventLog(folder) as events, tensorboard(config, folder) as board:
-        events.emit("config", **msgspec.to_builtins(config))
+    with open_run(config) as (folder, events, board):
         try:
             trainer = Trainer(config, events)
             with _stop_on_signals() as received, build_view(console) as view:
@@ -54,10 +49,25 @@ def run(config: Config, console: Console) -> Outcome:
         except HoldfastError as error:
             events.emit("run_failed", error=type(error).__name__, message=str(error))
             raise
-    if config.plot:
-        plot_run(folder)
     _print_summary(console, result, folder)
     return Outcome(result, folder, received[0] if received else None)
+
+
+@contextlib.contextmanager
+def open_run(config: Config) -> Iterator[tuple[Path, EventLog, Callable[[Progress], None]]]:
+    """A new run: its folder with the configuration in it, its log, and who writes for TensorBoard.
+
+    At the end its plot is drawn, if one is wanted and nothing was raised.
+    """
+    if config.plot:
+        require_matplotlib()
+    folder = make_folder(config.run)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    with EventLog(folder) as events, _tensorboard(config, folder) as board:
+        events.emit("config", **msgspec.to_builtins(config))
+        yield folder, events, board
+    if config.plot:
+        plot_run(folder)
 
 
 def make_folder(wanted: str | None) -> Path:
@@ -96,7 +106,7 @@ def _stop_on_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def tensorboard(config: Config, folder: Path) -> Iterator[Callable[[Progress], None]]:
+def _tensorboard(config: Config, folder: Path) -> Iterator[Callable[[Progress], None]]:
     """Writes the same figures for TensorBoard, if asked to."""
     if not config.tensorboard:
         yield lambda progress: None

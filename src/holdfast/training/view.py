@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -14,8 +14,11 @@ from holdfast.training.trainer import Progress as TrainingProgress
 _PLAIN_SECONDS = 5.0
 
 
-class View(Protocol):
-    """Shows a run's progress; a context manager round the run."""
+_Shown_contra = TypeVar("_Shown_contra", contravariant=True)
+
+
+class View(Protocol[_Shown_contra]):
+    """Shows the progress of a run or a job; a context manager round it."""
 
     def __enter__(self) -> Self: ...
 
@@ -23,11 +26,11 @@ class View(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def update(self, progress: TrainingProgress) -> None:
-        """Show where the run stands."""
+    def update(self, progress: _Shown_contra) -> None:
+        """Show where it stands."""
 
 
-def build_view(console: Console) -> View:
+def build_view(console: Console) -> View[TrainingProgress]:
     """The live view on a terminal, plain lines in a pipe or a log."""
     return LiveView(console) if console.is_terminal else PlainView(console)
 

@@ -81,12 +81,13 @@ class TestFsspecLocal(StoreContract):
         return opened
 
 
-def test_the_package_needs_no_optional_package() -> None:
+def test_the_package_needs_no_optional_package(tmp_path: Path) -> None:
     code = (
         "import sys, holdfast.checkpoint.store as s; s.open_store(sys.argv[1], create=False).list();"
         "print(sorted({'torch', 'obstore', 'fsspec', 'pickle'} & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", code, "."], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 

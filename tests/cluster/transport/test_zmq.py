@@ -21,9 +21,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.cluster.messages import Beat, Commit, Header, Part, Peer, Pull, Pushed, Rows, ViewNumber, encode
+from holdfast.cluster.messages import Beat, Commit, Part, Peer, Pull, Pushed, Rows, ViewNumber
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.cluster.transport.zmq import COPY_BELOW_BYTES, Limits, ZmqTransport
+from holdfast.cluster.wire import Header, encode
 from holdfast.errors import ConfigError
 
 SERVER = Peer("server", 3)

@@ -12,9 +12,10 @@ import pytest
 import zmq
 
 from holdfast.cluster.keys import Keys, load_keys, make_keys
-from holdfast.cluster.messages import Commit, Header, Peer, Pushed, encode
+from holdfast.cluster.messages import Commit, Peer, Pushed
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.wire import Header, encode
 from holdfast.errors import ConfigError
 
 SERVER = Peer("server", 3)

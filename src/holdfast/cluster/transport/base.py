@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.cluster.messages import Message, Peer
+from holdfast.cluster.messages import Peer
+from holdfast.cluster.wire import Message
 
 Frame = NDArray[Any] | memoryview | bytes | bytearray
 

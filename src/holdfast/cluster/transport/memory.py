@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.cluster.messages import Header, Peer, decode, encode
+from holdfast.cluster.messages import Peer
 from holdfast.cluster.transport.base import Envelope, Node
+from holdfast.cluster.wire import Header, decode, encode
 
 TICK_SECONDS = 0.05
 

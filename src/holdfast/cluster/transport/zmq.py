@@ -20,10 +20,11 @@ import zmq
 import zmq.utils.z85
 
 from holdfast.cluster.keys import Keys
-from holdfast.cluster.messages import Header, Peer, Role, decode, encode
+from holdfast.cluster.messages import Peer, Role
 from holdfast.cluster.transport.address import check_reachable, listen_address
 from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.cluster.transport.links import Links, Reception
+from holdfast.cluster.wire import Header, decode, encode
 from holdfast.errors import ConfigError
 
 COPY_BELOW_BYTES: Final = 512 << 10
