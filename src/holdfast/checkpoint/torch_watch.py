@@ -211,7 +211,7 @@ def _odd_ones(dense: Sequence[tuple[_Watched, Tensor]], tracker: Tracker) -> lis
     What is done to gradients as a whole, and changes those that were 0, shows there: a norm to clip by that
     is NaN, noise, a loss that all rows are part of.
     """
-    rows = [watched.steps * _STRIDE % len(gradient) for watched, gradient in dense]
+    rows = [watched.steps * _STRIDE % gradient.shape[0] for watched, gradient in dense]
     sizes = [gradient.itemsize for _, gradient in dense]
     places = [
         gradient.data_ptr() + row * gradient.stride(0) * size
