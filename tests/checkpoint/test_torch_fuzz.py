@@ -313,6 +313,8 @@ class Run:
             optimizer.state.pop(before.weight, None)
             for group in optimizer.param_groups:
                 group["params"] = [module.weight if p is before.weight else p for p in group["params"]]
+        if len(module.weight) != len(before.weight):
+            self.do_save()  # new rows have no marks before
 
     # Checkpoints
 
