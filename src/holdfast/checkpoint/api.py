@@ -241,10 +241,13 @@ class Checkpointer:
         if not self._closing.alive:
             raise CheckpointError(f"this Checkpointer of {self.store.url} is closed: make a new one")
 
-    def _look(self) -> tuple[LiveTables, Sequence[str]]:
-        """Optimizers make their state when they first step, and can be told other settings at any time."""
+    def _find_tables(self) -> None:
         if self._objects.find_again():
             self._watch.follow(self._objects.tables)
+
+    def _look(self) -> tuple[LiveTables, Sequence[str]]:
+        """Optimizers make their state when they first step, and can be told other settings at any time."""
+        self._find_tables()
         self._watch.saving()
         tables = self._objects.live_tables()
         return tables, [*self._objects.tables_with_unseen_changes(), *self._watch.written()]
@@ -261,6 +264,7 @@ class Checkpointer:
     def _restore(self, version: Version) -> int:
         started = time.perf_counter()
         objects = self._objects
+        self._find_tables()
         with open_version(self.store, version.version) as reader:
             where = f"{self.store.url}: {version.dense.name} (version {version.version})"
             tree = decode_tree(reader.dense(), where)
@@ -285,7 +289,7 @@ class Checkpointer:
     def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
         self._writer.bind(self._objects.live_tables())
         self._objects.forget_replaced()
-        self._watch.accept()
+        self._watch.restored()
         lossy = any(group.is_coded for group in reader.stored_groups)
         self._writer.restores = version.restores + lossy
         resumed = self._writer.resume(version)

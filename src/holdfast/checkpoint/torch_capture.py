@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.dense import Array, TablePlace, map_tree
-from holdfast.checkpoint.torch_values import DTYPE_NAMES, memory_key, plain_leaf
+from holdfast.checkpoint.torch_values import DTYPE_NAMES, is_plain_memory, memory_key, plain_leaf
 from holdfast.kernels.rows import copy_ranges
 
 State = Callable[[], Any]
@@ -181,9 +181,11 @@ class StatePlan:
         if self._optimizer is not None and not self._holds_groups(self._optimizer):
             return False
         # A tensor can be given other memory.
-        return [t.data_ptr() for t in self._tensors] == self._addresses and [
-            t.shape for t in self._tensors
-        ] == self._shapes
+        return (
+            [t.data_ptr() for t in self._tensors] == self._addresses
+            and [t.shape for t in self._tensors] == self._shapes
+            and all(map(is_plain_memory, self._tensors))
+        )
 
     def _holds_groups(self, optimizer: Optimizer) -> bool:
         # A state that is loaded comes with containers of its own.
@@ -305,7 +307,7 @@ def _slot(tensor: Tensor, places: Places, tensors: list[Tensor]) -> _Slot | Tabl
     place = places.find(tensor)
     if place is not None:
         return place
-    if not tensor.is_contiguous():
+    if not is_plain_memory(tensor):
         return None
     tensors.append(tensor)
     return _Slot(len(tensors) - 1)

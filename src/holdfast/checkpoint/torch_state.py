@@ -84,7 +84,8 @@ class TrainingObjects:
         self._known = {name: rows for name, rows in self._known.items() if name in same}
         self._replaced |= self.tables.keys() - same
         self._live_tables = self._places = None
-        self._seen_versions = self._versions()
+        # Of those that stay, what was written to them before is yet to be noticed.
+        self._seen_versions = self._versions() | {n: self._seen_versions[n] for n in same}
         return True
 
     def _find_users(self) -> list[tuple[int, int]]:

@@ -53,11 +53,16 @@ def row_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return view
 
 
+def is_plain_memory(tensor: Tensor) -> bool:
+    """Whether its memory, from its address on, is its elements one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def memory_key(tensor: Tensor) -> tuple[Any, ...] | None:
     """Equal for tensors that show the same memory in the same way; None for those that have none."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
         return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def plain_leaf(value: Any, path: str) -> Any:

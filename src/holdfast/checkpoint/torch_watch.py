@@ -4,20 +4,23 @@ Rows are marked by hooks on the tables' modules as they are looked up: that cost
 to do in most training loops. Rows change later, though, in the step of an optimizer, and nothing says that it
 is the same rows: a save may come in between (gradients that are accumulated), gradients may be applied twice,
 ids may be rewritten behind the hook, a table may be used in other ways than by its modules, hooks may not run
-in compiled code. So optimizers have hooks, too. Gradients that are sparse say themselves which rows they are
-of. Dense ones are looked through for such rows in the first steps and in every 64th, in those behind a save
-that came between a lookup and its step, and in all if it turns out that lookups do not tell.
+in compiled code. So lookups whose gradients come only after a save are marked again then, and optimizers have
+hooks, too. Gradients that are sparse say themselves which rows they are of. Dense ones are looked through for
+such rows in the first steps and in every 64th, in the first behind each save, where no module has looked
+anything up, if a row that is looked at in each step has one without a lookup, and in all steps if it turns
+out that lookups do not tell.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,12 +28,17 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.torch_tables import LiveTable
 from holdfast.checkpoint.tracker import Tracker
 from holdfast.checkpoint.unseen import changes_unseen_rows
+from holdfast.kernels.rows import copy_ranges
 
 log = logging.getLogger("holdfast.checkpoint")
 
 FIRST_CHECKS = 2
 CHECK_EVERY = 64
-_MOST_AHEAD = 8
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NOT_FINITE = {
+    torch.float64: 0x7FF << 52, torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00,
+}  # fmt: skip
+_STRIDE = 40503  # in which rows are looked at; prime
 
 
 @dataclass
@@ -41,24 +49,19 @@ class _Watched:
     sparse: bool
     """Whether its gradients are."""
     version: int
-    """PyTorch's count of what was written to the weights, when the last step was done."""
+    """PyTorch's count of what was written to the weights, as far as it is known which rows that was."""
+    by_gradient: bool
+    """Whether lookups do not tell all."""
     looked_up: bool = False
     """Since the last step that had gradients."""
-    ahead: int = 1
-    """Lookups by a module, one after the other, before any of them had a gradient or a step followed."""
-    to_search: int = 0
-    """Steps whose gradients are to be searched: a save came between a lookup and its step."""
-    by_gradient: bool = False
-    """Whether lookups do not tell all."""
+    to_search: bool = True
+    """Whether a save came since then: gradients may be of rows that were looked up before it."""
+    checks: int = 0
+    """Steps in which all rows with gradients were looked for among those that are marked."""
+    next_check: int = 0
+    """The step in which that is due again."""
     steps: int = 0
     """That had gradients."""
-    applied: Callable[[], Tensor | None] = lambda: None
-    """The gradient of the last step: if the next one finds the same, it has not been cleared."""
-
-    @property
-    def renormalized(self) -> bool:
-        """Whether lookups write to it."""
-        return any(module.max_norm is not None for module in self.table.modules)
 
 
 class Watch:
@@ -76,23 +79,31 @@ class Watch:
         optimizers: Mapping[str, Optimizer],
         tracker: Callable[[], Tracker],
     ) -> None:
-        self._tracker = tracker
+        self.tracker = tracker
+        self.saves = 0
         self._optimizers = optimizers
         self._hooks = ExitStack()
+        self._tables: dict[str, _Watched] = {}
         self.follow(tables)
 
     def follow(self, tables: Mapping[str, LiveTable]) -> None:
-        """Watch these tables from now on, and no others."""
+        """Watch these tables from now on, and no others. What is known of those that stay is kept."""
         self._hooks.close()
-        self._tables = {
-            name: _Watched(table, all(module.sparse for module in table.modules), _version(table))
-            for name, table in tables.items()
-        }
-        for watched in self._tables.values():
-            for module in watched.table.modules:
-                hook = _Marker(self, watched)
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        before, self._tables = self._tables, {}
+        for name, table in tables.items():
+            known = before.get(name)
+            if known is not None and known.table.modules == table.modules:
+                known.table = table
+            else:
+                sparse, plain = (m.sparse for m in table.modules), map(_is_plain, table.modules)
+                known = _Watched(table, all(sparse), _version(table), not all(plain))
+            self._tables[name] = known
+            for module in table.modules:
+                mine = self, known, _is_plain(module)
+                handle = module.register_forward_hook(_Marker(*mine), with_kwargs=True)
                 self._hooks.callback(handle.remove)
+                if module.max_norm is not None:
+                    self._hooks.callback(module.register_forward_pre_hook(_Before(*mine)).remove)
         for optimizer in self._optimizers.values():
             self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
@@ -103,17 +114,22 @@ class Watch:
 
     def saving(self) -> None:
         """A snapshot is taken: what has been looked up and not been stepped on changes only later."""
+        self.saves += 1
         for watched in self._tables.values():
-            if watched.looked_up or watched.ahead > 1:
-                watched.to_search = watched.ahead
+            watched.to_search = True
+
+    def restored(self) -> None:
+        """What is in the tables is what marks go by; gradients are those that there were."""
+        self.saving()
+        self.accept()
 
     def written(self) -> list[str]:
-        """Tables to which something other than a step has been written since this was last asked or a step
-        was made, as far as PyTorch counts it."""
+        """Tables to which something other than a step or a lookup has been written since this was last asked
+        or a step was made, as far as PyTorch counts it."""
         found = []
         for name, watched in self._tables.items():
             version = _version(watched.table)
-            if version != watched.version and not watched.renormalized:
+            if version != watched.version:
                 found.append(name)
             watched.version = version
         return found
@@ -124,53 +140,57 @@ class Watch:
             if table in (None, name):
                 watched.version = _version(watched.table)
 
-    def look_up(self, watched: _Watched, found: Any) -> None:
-        """Mark the rows that a module is given."""
-        watched.looked_up = True
-        try:
-            # Most are plain already, and every call of torch's takes as long as marking hundreds of rows.
-            plain = found.dtype is torch.int64 and found.dim() == 1
-            ids = (found if plain else found.detach().reshape(-1).long()).numpy()
-        except (AttributeError, RuntimeError, TypeError):
-            return  # no plain tensor of ids: what it changes shows in the gradients
-        self._tracker().mark(watched.table.name, ids)
-
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        tracker = self._tracker()
+        self._mark_changes(optimizer, written=True)
+
+    def _mark_changes(self, optimizer: Optimizer, *, written: bool) -> None:
+        """Mark what a step changes by its gradients; and tables that something was ``written`` to before."""
+        tracker = self.tracker()
         answers: dict[tuple[Any, ...], bool] = {}  # tables of one parameter group are alike, as a rule
+        dense: list[tuple[_Watched, Tensor]] = []
         for group, watched, weight, gradient in self._with_gradients(optimizer):
             name, sparse = watched.table.name, watched.sparse
-            written = weight._version != watched.version and not watched.renormalized
             key = id(group), sparse, weight.dtype
             if key not in answers:
                 answers[key] = changes_unseen_rows(optimizer, group, sparse=sparse, dtype=weight.dtype)
-            if written or answers[key] or (sparse and not gradient.is_sparse):
+            wrote = written and weight._version != watched.version
+            if wrote or answers[key] or (sparse and not gradient.is_sparse):
                 tracker.mark_table(name)
             elif gradient.is_sparse:
-                tracker.mark(name, gradient._indices().numpy()[0], counts=False)  # as its lookup has
-            else:
-                self._search(watched, gradient, tracker)
+                if gradient._nnz():  # NumPy would keep PyTorch from adding to one that is empty
+                    tracker.mark(name, gradient._indices().numpy()[0], counts=False)  # as its lookup has
+            elif not tracker.is_whole(name):
+                dense.append((watched, gradient))
+        if dense:
+            for (watched, gradient), odd in zip(dense, _odd_ones(dense, tracker), strict=True):
+                self._search(watched, gradient, tracker, odd=odd)
 
-    def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker) -> None:
+    def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker, *, odd: bool) -> None:
         """Mark the rows of a dense gradient, if lookups may not have done so."""
-        again = watched.applied() is gradient
-        check = watched.steps < FIRST_CHECKS or watched.steps % CHECK_EVERY == 0
-        if not (watched.by_gradient or watched.to_search or again or check):
+        known = watched.by_gradient or watched.to_search or not watched.looked_up
+        check = watched.steps >= watched.next_check
+        if not (known or check or odd):
             return
         name = watched.table.name
-        rows = (gradient != 0).flatten(1).any(1).nonzero().reshape(-1).numpy()
-        if not (watched.by_gradient or watched.to_search or again) and not tracker.has(name, rows):
-            watched.by_gradient = True
-            log.info("%s has gradients of rows that it was not seen to look up: they are searched", name)
-            tracker.mark_table(name)  # what was missed so far is among them
+        # By their bits: what is subtracted from a weight of -0 is not the same for both kinds of 0.
+        found = gradient.view(_BITS[gradient.itemsize]) != 0
+        rows = found.flatten(1).any(1).nonzero().reshape(-1).numpy()
+        if check and not known and len(rows):
+            watched.checks += 1
+            watched.next_check = watched.steps + (1 if watched.checks < FIRST_CHECKS else CHECK_EVERY)
+            if not tracker.has(name, rows):
+                watched.by_gradient = True
+                log.info("%s has gradients of rows that it was not seen to look up: they are searched", name)
+                tracker.mark_table(name)  # what was missed so far is among them
         tracker.mark(name, rows, counts=watched.by_gradient)
-        watched.to_search = max(0, watched.to_search - 1)
+        watched.to_search = False
 
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        for _, watched, weight, gradient in self._with_gradients(optimizer):
+        if len(arguments) > 1 or named:  # a closure: the step's gradients have come in it
+            self._mark_changes(optimizer, written=False)
+        for _, watched, weight, _ in self._with_gradients(optimizer):
             watched.looked_up = False
             watched.steps += 1
-            watched.applied = weakref.ref(gradient)
             watched.version = weight._version
 
     def _with_gradients(
@@ -185,35 +205,104 @@ class Watch:
                 yield group, watched, weight, gradient
 
 
-class _Marker:
-    """The hook of one module. A copy of the module, or one that was pickled, is not watched."""
+def _odd_ones(dense: Sequence[tuple[_Watched, Tensor]], tracker: Tracker) -> list[bool]:
+    """Of each gradient, whether a row of it, another one in each step, is not 0 and yet not marked, or NaN.
 
-    def __init__(self, watch: Watch, watched: _Watched) -> None:
-        self._watch, self._watched = watch, watched
-        self._run = 0
-        self._last: tuple[Any, ...] = ()
+    What is done to gradients as a whole, and changes those that were 0, shows there: a norm to clip by that
+    is NaN, noise, a loss that all rows are part of.
+    """
+    rows = [watched.steps * _STRIDE % gradient.shape[0] for watched, gradient in dense]
+    sizes = [gradient.itemsize for _, gradient in dense]
+    places = [
+        gradient.data_ptr() + row * gradient.stride(0) * size
+        for (_, gradient), row, size in zip(dense, rows, sizes, strict=True)
+    ]
+    found = np.empty(sum(sizes), np.uint8)
+    copy_ranges(np.array(places, np.int64), np.array(sizes, np.int64), found)
+    odd = [False] * len(dense)
+    if found.any():
+        end = 0
+        for number, ((watched, gradient), row, size) in enumerate(zip(dense, rows, sizes, strict=True)):
+            begin, end = end, end + size
+            bits = int.from_bytes(found[begin:end].tobytes(), sys.byteorder)
+            not_finite = _NOT_FINITE.get(gradient.dtype, 0)
+            odd[number] = bits != 0 and (
+                bits & not_finite == not_finite
+                or not tracker.has(watched.table.name, np.array([row], np.int64))
+            )
+    return odd
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        # Compiled code does without: what it looks up shows in the gradients.
-        if torch.compiler.is_compiling():
-            return
-        # With max_norm even a lookup without gradients changes rows.
-        if torch.is_grad_enabled() or module.max_norm is not None:
-            watched = self._watched
-            gradient = module.weight.grad
-            now = watched.steps, id(gradient), None if gradient is None else gradient._version
-            self._run = self._run + 1 if now == self._last else 1
-            self._last = now
-            if self._run > watched.ahead:
-                watched.ahead = min(self._run, _MOST_AHEAD)
-            self._watch.look_up(watched, inputs[0] if inputs else named.get("input"))
+
+def _is_plain(module: nn.Embedding | nn.EmbeddingBag) -> bool:
+    """Whether it looks up what it is given, as PyTorch's own do."""
+    kinds = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    return type(module).forward in kinds and "forward" not in vars(module)
+
+
+class _Hook:
+    """A hook of one module. A copy of the module, or one that was pickled, is not watched."""
+
+    def __init__(self, watch: Watch, watched: _Watched, plain: bool) -> None:
+        self._watch, self._watched, self._plain = watch, watched, plain
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _NoMarker, ()
 
 
+class _Before(_Hook):
+    """Of a module whose lookups write: what has been written before them is not theirs."""
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        watched = self._watched
+        if not torch.compiler.is_compiling() and _version(watched.table) != watched.version:
+            self._watch.tracker().mark_table(watched.table.name)
+
+
+class _Marker(_Hook):
+    """Marks the rows that a module has looked up."""
+
+    def __call__(self, module: Any, inputs: tuple[Any, ...], named: dict[str, Any], found: Any) -> None:
+        # Compiled code does without: what it looks up shows in the gradients.
+        if torch.compiler.is_compiling():
+            return
+        # With max_norm even a lookup without gradients changes rows.
+        if not torch.is_grad_enabled() and module.max_norm is None:
+            return
+        watch, watched = self._watch, self._watched
+        watched.looked_up = True
+        try:
+            given: Any = inputs[0] if inputs else named.get("input")
+            # Most are plain already, and every call of torch's takes as long as marking hundreds of rows.
+            plain = given.dtype is torch.int64 and given.dim() == 1
+            ids = (given if plain else given.detach().reshape(-1).long()).numpy()
+        except (AttributeError, RuntimeError, TypeError):
+            return  # no plain tensor of ids: what it changes shows in the gradients
+        name = watched.table.name
+        watch.tracker().mark(name, ids)
+        if module.max_norm is not None and self._plain:
+            watched.version = module.weight._version
+        if not module.sparse:
+            node = getattr(found, "grad_fn", None)
+            if node is not None:
+                node.register_prehook(_Again(watch, name, ids, watch.saves))
+
+
+class _Again:
+    """Runs when gradients of a lookup are computed: if there has been a save since, rows are marked again."""
+
+    __slots__ = ("_arguments",)
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __call__(self, gradients: Any) -> None:
+        watch, name, ids, saves = self._arguments
+        if saves != watch.saves:
+            watch.tracker().mark(name, ids, counts=False)
+
+
 class _NoMarker:
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def __call__(self, *arguments: Any) -> None:
         """Mark nothing."""
 
 

@@ -89,6 +89,10 @@ class Tracker:
         if table in self._priorities:
             self._priorities[table].touched(np.arange(rows, dtype=np.int64))
 
+    def is_whole(self, table: str) -> bool:
+        """Whether the whole table has been marked."""
+        return table in self._whole
+
     def has(self, table: str, ids: NDArray[np.int64]) -> bool:
         """Whether all of these rows of a table are marked."""
         group, first, _ = self._places[table]
