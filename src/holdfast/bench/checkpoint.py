@@ -360,7 +360,7 @@ def _tracking(report: Report, rounds: int) -> None:
         bags = list(trainer.model.tables)
         before = [hook for o in trainer.optimizers for hook in o._optimizer_step_pre_hooks.values()]
         after = [hook for o in trainer.optimizers for hook in o._optimizer_step_post_hooks.values()]
-        hooks = [next(iter(bag._forward_pre_hooks.values())) for bag in bags]
+        hooks = [next(iter(bag._forward_hooks.values())) for bag in bags]
         batches = iter(trainer.train_reader.split(0, 1))
 
         def mark() -> float:
@@ -368,7 +368,7 @@ def _tracking(report: Report, rounds: int) -> None:
 
             def run() -> None:
                 for hook, bag, i in zip(hooks, bags, ids, strict=True):
-                    hook(bag, (i,), {})
+                    hook(bag, (i,), {}, None)
                 for step_hook, optimizer in zip([*before, *after], trainer.optimizers * 2, strict=True):
                     step_hook(optimizer, (), {})
 
