@@ -66,6 +66,7 @@ class BreakingProxy:
             except OSError:
                 return
             if self._is_cut():
+                self.breaks += 1
                 client.close()
                 continue
             server = socket.create_connection(("127.0.0.1", self._server_port))
