@@ -141,14 +141,19 @@ def test_a_worker_that_was_stopped_and_wakes_up_replaced(tmp_path: Path, atomic:
 
 def test_a_supervisor_that_is_killed_comes_back(tmp_path: Path) -> None:
     """Hole 18: in the midst of training, and while a worker is being replaced; no epoch is used twice."""
+    # On a busy machine the second moment may be over before anybody is told of it.
+    assert any(both_moments_are_met(tmp_path / str(attempt)) for attempt in range(4))
+
+
+def both_moments_are_met(folder: Path) -> bool:
     batches = 200
-    plan = plan_of(tmp_path, batches, atomic=True)
-    engine = LocalLauncher(tmp_path)
+    plan = plan_of(folder, batches, atomic=True)
+    engine = LocalLauncher(folder)
     kills: list[str] = []
     epochs: list[int] = []
 
     def on_status(status: Status) -> None:
-        epochs.append(msgspec.json.decode((tmp_path / "supervisor.json").read_bytes())["epoch"])
+        epochs.append(msgspec.json.decode((folder / "supervisor.json").read_bytes())["epoch"])
         states = {str(node.peer): node.state for node in status.nodes}
         if not kills and status.steps > 20:
             kills.append("training")
@@ -157,9 +162,10 @@ def test_a_supervisor_that_is_killed_comes_back(tmp_path: Path) -> None:
             kills.append("replacing")
             engine.signal(Peer("supervisor"), signal.SIGKILL)
 
-    result = run(plan, tmp_path, engine, {1: ["kill@commit:60:1"]}, on_status)
-    assert kills == ["training", "replacing"]
+    result = run(plan, folder, engine, {1: ["kill@commit:60:1"]}, on_status)
+    assert kills[0] == "training"
     assert result.steps == batches
     assert epochs == sorted(epochs)
-    assert len(set(epochs)) >= 3
-    assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))
+    assert len(set(epochs)) >= len(kills) + 1
+    assert np.array_equal(counted(plan, folder / "store"), expected(batches))
+    return len(kills) == 2
