@@ -67,7 +67,7 @@ def test_a_program_that_ends_without_closing(tmp_path: Path) -> None:
         "real = LocalStore.publish\n"
         "def slow(*a): time.sleep(0.5); return real(*a)\n"
         "LocalStore.publish = slow\n"
-        "ckpt = hf.Checkpointer(sys.argv[1], {'m': torch.nn.Embedding(40, 3)})\n"
+        "ckpt = hf.Checkpointer(sys.argv[1], {'m': torch.nn.Embedding(40, 3).requires_grad_(False)})\n"
         "ckpt.save(0)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)

@@ -190,7 +190,9 @@ class Tied(nn.Module):
 
 def test_tied_odd_and_empty_tensors(tmp_path: Path, store: Store) -> None:
     model = Tied()
-    with hf.Checkpointer(tmp_path / "store", {"m": model}, hf.Policy(strategy="incremental")) as ckpt:
+    with hf.Checkpointer(
+        tmp_path / "store", {"m": model}, hf.Policy(strategy="incremental"), allow_without_optimizer=True
+    ) as ckpt:
         ckpt.save(0)
         first = {k: v.clone() for k, v in model.state_dict().items()}
         with torch.no_grad():
@@ -218,7 +220,7 @@ def test_tied_odd_and_empty_tensors(tmp_path: Path, store: Store) -> None:
 def test_a_delta_to_a_model_that_has_grown(tmp_path: Path, store: Store) -> None:
     for rows in (20, 25):
         model = Tied(rows)
-        with hf.Checkpointer(tmp_path / "store", {"m": model}) as ckpt:
+        with hf.Checkpointer(tmp_path / "store", {"m": model}, allow_without_optimizer=True) as ckpt:
             ckpt.save(0)
             if rows == 20:
                 first = {k: v.clone() for k, v in model.state_dict().items()}
@@ -230,7 +232,7 @@ def test_a_delta_to_a_model_that_has_grown(tmp_path: Path, store: Store) -> None
 
 def test_which_object(tmp_path: Path, store: Store) -> None:
     pair = {"a": nn.Embedding(4, 2), "b": nn.Linear(2, 2)}
-    with hf.Checkpointer(tmp_path / "store", pair) as ckpt:
+    with hf.Checkpointer(tmp_path / "store", pair, allow_without_optimizer=True) as ckpt:
         ckpt.save(0)
     out = tmp_path / "x.safetensors"
     with pytest.raises(hf.ConfigError, match="has 2 modules: choose one object with --object, of a, b"):
@@ -292,7 +294,7 @@ def test_a_damaged_version_leaves_no_file(tmp_path: Path, store: Store) -> None:
 def test_a_large_table_is_not_held_in_memory(tmp_path: Path, store: Store) -> None:
     """Rows go through the mapped file: memory of the process itself grows by far less than the table."""
     table = nn.Embedding(400_000, 32)
-    with hf.Checkpointer(tmp_path / "store", {"m": table}) as ckpt:
+    with hf.Checkpointer(tmp_path / "store", {"m": table}, allow_without_optimizer=True) as ckpt:
         ckpt.save(0)
     before = anonymous_bytes()
     peak = 0

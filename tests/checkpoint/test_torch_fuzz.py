@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ WEIGHTS: dict[str, float] = {
     "train": 12, "train_for_long": 1, "accumulate": 4, "step": 3, "clear": 1, "step_with_closure": 2,
     "keep": 3, "go_on": 3, "clip": 1, "evaluate": 2, "replace_gradients": 1, "write": 1,
     "write_and_mark": 1, "write_state_and_mark": 1, "load": 1, "add_group": 1, "decay": 1,
-    "replace_table": 0.5, "save": 14, "save_and_wait": 4, "restore": 2, "open_again": 1, "check": 2,
+    "write_unseen": 0.5, "replace_table": 0.5, "hook": 2, "unhook": 1, "use_directly": 1,
+    "train_in_threads": 1, "save": 14, "save_and_wait": 4, "restore": 2, "open_again": 1, "check": 2,
 }  # fmt: skip
 """What is done, and about how often."""
 
@@ -57,6 +59,9 @@ def bits(tree: Any, path: str = "") -> dict[str, Any]:
 def states(objects: dict[str, Any]) -> dict[str, Any]:
     """Copies of all states, and of the random generators'."""
     found = {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
+    for name, parameter in objects["model"].named_parameters():
+        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+            found[f"{name} in backward"] = copy.deepcopy(optimizer.state_dict())
     return found | {"rng": [torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()]}
 
 
@@ -87,6 +92,34 @@ def has_nan(tree: Any) -> bool:
     return isinstance(tree, Tensor) and tree.is_floating_point() and bool(tree.isnan().any())
 
 
+class Foreign:
+    """A hook of an optimizer that is not the Checkpointer's: it changes what it can reach."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self.rng, self.kind = random.Random(seed), kind
+
+    def __call__(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.dim() == 2]
+        if not parameters or self.rng.random() < 0.2:
+            return
+        weight = self.rng.choice(parameters)
+        row = self.rng.randrange(len(weight))
+        with torch.no_grad():
+            if has_nan({"weight": weight, **optimizer.state.get(weight, {})}):
+                return
+            if self.kind == "weights":
+                weight.clamp_(-0.1, 0.1) if self.rng.random() < 0.5 else weight[row].add_(0.5)
+            elif self.kind == "state":
+                for value in optimizer.state.get(weight, {}).values():
+                    if isinstance(value, Tensor) and value.dim() and not value.is_sparse:
+                        value[row].add_(0.5)
+            elif weight.grad is not None and not weight.grad.is_sparse:
+                if self.kind == "gradients":
+                    weight.grad[row] += 0.5
+                elif self.kind == "noise":
+                    weight.grad += 0.01
+
+
 class Run:
     """One run: what it is made of and what each of its versions must be."""
 
@@ -100,6 +133,10 @@ class Run:
         self.kept: list[Tensor] = []
         self.done: list[str] = [repr(self.spec)]
         self.checks = 0
+        self.hooks: list[Any] = []
+        self.unseen = False
+        for _ in range(self.rng.choice([0, 0, 1, 2])):
+            self.do_hook()
         self.open()
 
     @property
@@ -113,9 +150,10 @@ class Run:
             strategy=rng.choice(STRATEGIES),
             keep=rng.choice([None, None, 1, 3]),
             when_busy=rng.choice(["wait", "wait", "skip"]),
+            verify=rng.choice([0, 0.0025, 0.5, "all"]),
         )
-        self.done.append(f"open({policy.strategy}, keep={policy.keep}, {policy.when_busy})")
-        self.ckpt = hf.Checkpointer(self.path, self.objects, policy)
+        self.done.append(f"open({policy.strategy}, {policy.keep}, {policy.when_busy}, {policy.verify})")
+        self.ckpt = hf.Checkpointer(self.path, self.objects, policy, allow_without_optimizer=True)
 
     # What a training loop does
 
@@ -179,6 +217,40 @@ class Run:
     def do_clear(self) -> None:
         self.clear()
 
+    def do_train_in_threads(self) -> None:
+        """Gradients of two batches at once, one step."""
+        self.clear()
+        batches = [{i: self.ids(i) for i in range(len(self.spec.tables))} for _ in range(2)]
+        if any(table.in_backward or "max_norm" in table.options for table in self.spec.tables):
+            return  # these write in the forward or backward pass: PyTorch itself makes no promise
+        threads = [threading.Thread(target=lambda b=b: self.backward(self.net(b))) for b in batches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.step()
+
+    def do_use_directly(self) -> None:
+        """From now on a table is looked up past its module, too; or no longer."""
+        i, _, _ = self.table()
+        if self.spec.tables[i].optimizer in (None, *BOTH):
+            self.net.direct_now ^= {i}
+
+    # What others do when an optimizer steps
+
+    def do_hook(self) -> None:
+        # The first is the network's: it has no rows.
+        optimizer = self.rng.choice(self.optimizers()[1:] or self.optimizers())
+        kinds = ["gradients", "noise", "weights", "weights", "state"]
+        kind, post = self.rng.choice(kinds), self.rng.random() < 0.5
+        register = optimizer.register_step_post_hook if post else optimizer.register_step_pre_hook
+        self.done[-1] += f"({kind}, {'post' if post else 'pre'})"
+        self.hooks.append(register(Foreign(self.rng.randrange(1 << 30), kind)))
+
+    def do_unhook(self) -> None:
+        if self.hooks:
+            self.hooks.pop(self.rng.randrange(len(self.hooks))).remove()
+
     def do_step_with_closure(self) -> None:
         optimizer = self.rng.choice(self.optimizers())
 
@@ -240,6 +312,15 @@ class Run:
         with torch.no_grad():
             module.weight[self.rng.randrange(self.spec.tables[i].rows)] = self.rng.random()
 
+    def do_write_unseen(self) -> None:
+        """As PyTorch does not count it: only digests tell."""
+        i, module, _ = self.table()
+        if self.any_nan() or self.ckpt.policy.verify == 0:
+            return
+        module.weight.data[self.rng.randrange(self.spec.tables[i].rows)] = self.rng.random()
+        if self.ckpt.policy.verify != "all":
+            self.unseen = True
+
     def do_write_and_mark(self) -> None:
         i, module, name = self.table()
         if self.any_nan():
@@ -261,7 +342,7 @@ class Run:
         self.ckpt.mark(name)
 
     def same_spec(self) -> list[int]:
-        listed = {v.version for v in self.ckpt.versions()}
+        listed = self.trusted()
         return [n for n, (spec, _) in self.saved.items() if n in listed and spec == self.spec]
 
     def do_load(self) -> None:
@@ -278,7 +359,7 @@ class Run:
         owned = {p for _, groups in self.spec.groups for group in groups for p in group}
         for i, table in enumerate(self.spec.tables):
             for name, groups in self.spec.groups:
-                if f"tables.{i}" not in owned and name in BOTH:
+                if f"tables.{i}" not in owned and name in BOTH and not table.in_backward:
                     optimizer = self.objects[f"optim-{name}"]
                     optimizer.add_param_group({"params": list(self.net.tables[i].parameters())})
                     groups.append([f"tables.{i}"])
@@ -302,7 +383,7 @@ class Run:
         """With one of other rows, or as many."""
         i, before, _ = self.table()
         table = self.spec.tables[i]
-        if table.tied or table.shared is not None:
+        if table.tied or table.shared is not None or table.in_backward:
             return
         table.rows += self.rng.choice([0, 0, 3])
         if table.options.get("padding_idx", 0) >= table.rows:
@@ -339,6 +420,7 @@ class Run:
             self.compare(number, self.objects)
 
     def do_open_again(self) -> None:
+        self.trusted()
         self.ckpt.close()
         self.open()
         if self.rng.random() < 0.7:
@@ -347,9 +429,17 @@ class Run:
     def do_check(self) -> None:
         """Restore into objects that are made anew, from a copy of the store: this run has the lock."""
         self.ckpt.wait()
-        listed = [v.version for v in self.ckpt.versions()]
+        listed = self.trusted()
         if listed:
             self.check(self.rng.sample(listed, min(2, len(listed))))
+
+    def trusted(self) -> list[int]:
+        """Versions of which nothing is known against them, once all rows have been compared."""
+        if self.unseen:
+            self.unseen = False
+            self.ckpt.check()
+            self.do_save_and_wait()
+        return [v.version for v in self.ckpt.versions() if not v.unverified]
 
     def check(self, numbers: list[int]) -> None:
         random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
@@ -358,7 +448,7 @@ class Run:
         shutil.copytree(self.path, other)
         for number in numbers:
             objects = build(copy.deepcopy(self.saved[number][0]))
-            with hf.Checkpointer(other, objects) as ckpt:
+            with hf.Checkpointer(other, objects, allow_without_optimizer=True) as ckpt:
                 ckpt.restore(number)
                 self.compare(number, objects)
         shutil.rmtree(other)
@@ -378,8 +468,8 @@ class Run:
             for name in self.rng.choices(names, mine, k=actions):
                 self.done.append(name)
                 getattr(self, f"do_{name}")()
-            self.ckpt.wait()
-            self.check([v.version for v in self.ckpt.versions()])
+            self.unseen = True
+            self.check(self.trusted())
         finally:
             self.ckpt.close()
 

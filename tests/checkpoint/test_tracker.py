@@ -29,8 +29,8 @@ def test_tables_of_a_group_do_not_touch_each_other() -> None:
 
 def test_a_table_as_a_whole() -> None:
     tracker = Tracker(GROUPS)
-    tracker.mark_table("c")
-    tracker.mark_table("empty")
+    tracker.suspect("c")
+    tracker.suspect("empty")
     assert [found.tolist() for found in tracker.take()] == [list(range(70, 134)), []]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.nn import functional
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
@@ -58,6 +59,8 @@ class TableSpec:
     """A second module looks it up, of this sparseness."""
     direct: bool = False
     """It is looked up without a module, too."""
+    in_backward: bool = False
+    """Its optimizer steps in the backward pass."""
 
 
 @dataclass
@@ -85,6 +88,8 @@ class Net(nn.Module):
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.spec = spec
+        self.direct_now: set[int] = set()
+        """Tables that are looked up without a module for a while."""
         self.tables = nn.ModuleList(make_table(table, spec.dim) for table in spec.tables)
         self.others = nn.ModuleDict()
         for i, table in enumerate(spec.tables):
@@ -114,7 +119,7 @@ class Net(nn.Module):
                 parts.append(self.others[str(i)]((mine + 5) % table.rows))
             if table.tied:
                 parts.append(self.others[str(i)](found).logsumexp(-1).reshape(-1, 1))
-            if table.direct:
+            if table.direct or i in self.direct_now:
                 parts.append(
                     functional.embedding((mine * 11 + 1) % table.rows, module.weight, sparse=table.sparse)
                 )
@@ -136,6 +141,11 @@ def make_table(table: TableSpec, dim: int) -> nn.Embedding | nn.EmbeddingBag:
     return module  # type: ignore[no-any-return]
 
 
+def step_in_backward(weight: Any, name: str) -> None:
+    """Let an optimizer step as soon as the gradient of a weight is there."""
+    _apply_optimizer_in_backward((DENSE | SPARSE)[name], [weight], {})
+
+
 def any_spec(rng: random.Random) -> Spec:
     """A model of any kind."""
     tables = [_any_table(rng) for _ in range(rng.randint(1, 4))]
@@ -143,7 +153,7 @@ def any_spec(rng: random.Random) -> Spec:
     network = rng.choice(["sgd", "adagrad", "adam", "momentum"])
     groups["net"] = [["top"]]
     for i, table in enumerate(tables):
-        if table.optimizer is not None:
+        if table.optimizer is not None and not table.in_backward:
             mine = groups.setdefault(table.optimizer, [[]])
             if mine[-1] and rng.random() < 0.5:
                 mine.append([])
@@ -164,11 +174,14 @@ def _any_table(rng: random.Random) -> TableSpec:
         table.options["max_norm"] = 1.0
     if bag is None and not sparse and rng.random() < 0.2:
         table.options["scale_grad_by_freq"] = True
-    use = rng.choice(["", "", "", "", "frozen", "hashed", "tied", "shared", "direct", "nobody", "late"])
+    use = rng.choice(
+        ["", "", "", "", "frozen", "hashed", "tied", "shared", "direct", "nobody", "late", "back"]
+    )
     table.frozen = use == "frozen"
     table.hashed = use == "hashed" and bag is None
     table.tied = use == "tied" and not sparse and "max_norm" not in table.options
     table.direct = use == "direct"
+    table.in_backward = use == "back"
     if use == "shared" and "max_norm" not in table.options:
         table.shared = sparse if rng.random() < 0.6 else not sparse
     mixed = table.direct or table.shared is not None
@@ -184,6 +197,9 @@ def build(spec: Spec) -> dict[str, Any]:
     """The objects of a run."""
     net = Net(spec)
     objects: dict[str, Any] = {"model": net}
+    for i, table in enumerate(spec.tables):
+        if table.in_backward:
+            step_in_backward(net.tables[i].weight, table.optimizer or "sgd")
     for name, groups in spec.groups:
         found = [
             {"params": [p for path in paths for p in net.get_submodule(path).parameters()]}

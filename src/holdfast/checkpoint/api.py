@@ -40,7 +40,8 @@ from holdfast.checkpoint.manifest import Manifest, Version, raise_if_unreachable
 from holdfast.checkpoint.progress import byte_progress
 from holdfast.checkpoint.restore import VersionReader, find_version, open_version
 from holdfast.checkpoint.store import open_store
-from holdfast.checkpoint.torch_state import TrainingObjects
+from holdfast.checkpoint.torch_fit import some
+from holdfast.checkpoint.torch_state import TrainingObjects, Unseen
 from holdfast.checkpoint.torch_watch import Watch
 from holdfast.checkpoint.writer import SaveReport, Writer
 from holdfast.errors import (
@@ -68,9 +69,14 @@ class Checkpointer:
         options: of the store, such as S3's endpoint and keys.
         events: a log that gets every figure.
         show_progress: a progress bar for what takes long; by default on a terminal.
+        allow_without_optimizer: accept tables that are trainable though no optimizer among the objects owns
+            them. Their weights are saved; the state of an optimizer that was not given is lost.
 
-    Embedding tables (``nn.Embedding``, ``nn.EmbeddingBag``) in the modules are found, and which of their
-    rows change is tracked through their forward passes. Call ``mark`` if you change rows in another way.
+    Embedding tables (``nn.Embedding``, ``nn.EmbeddingBag``) in the modules are found, and which of their rows
+    change is tracked through their forward passes and the optimizers' steps. Call ``mark`` if you change rows
+    in another way that PyTorch does not count (``weight.data``, NumPy). Rows that changed unseen are found by
+    their digests sooner or later (``Policy(verify=…)``): they are saved then, and versions that lack them are
+    flagged as unverified.
     Errors of saves in the background are raised by the next call as SaveFailed; training may go on, the
     rows are in the next save.
 
@@ -87,11 +93,14 @@ class Checkpointer:
         options: Mapping[str, Any] | None = None,
         events: EventLog | None = None,
         show_progress: bool | None = None,
+        allow_without_optimizer: bool = False,
     ) -> None:
         self.policy = policy or Policy()
         self.events = events or EventLog(None)
         self._show_progress = show_progress
         self._objects = TrainingObjects(objects, self.policy.bits_of)
+        if not allow_without_optimizer:
+            _refuse_unowned(self._objects.tables_without_optimizer())
         self._cleanup = contextlib.ExitStack()
         try:
             self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
@@ -99,7 +108,13 @@ class Checkpointer:
             self._writer = Writer(self.store, self.policy, self.events)
             self._writer.bind(self._objects.live_tables())
             writer = self._writer  # its hooks know no more: a model must not keep a forgotten one of us alive
-            self._watch = Watch(self._objects.tables, self._objects.optimizers, lambda: writer.tracker)
+            self._watch = Watch(
+                self._objects.tables,
+                self._objects.optimizers,
+                lambda: writer.tracker,
+                lambda: writer.last_version,
+                writer.note_missed,
+            )
             self._cleanup.callback(self._watch.close)
         except BaseException:
             self._cleanup.close()
@@ -111,11 +126,15 @@ class Checkpointer:
         self._last_step: int | None = None
         self._last_save_step: int | None = None
         self._last_save_time = time.monotonic()
+        self._checked_at = time.perf_counter()
+        self._tracking: dict[str, str] = {}
+        self._unseen: set[str] = set()
 
     def step(self, step: int, metadata: dict[str, Any] | None = None) -> int | None:
         """Say that a step is done; saves if the policy says so. The version that was begun, or None."""
         self._check_open()
         self._writer.collect()
+        self._check_some()
         self._last_step = step
         if self._last_save_step is None or step < self._last_save_step:  # the count began anew
             self._last_save_step = step - 1
@@ -144,6 +163,7 @@ class Checkpointer:
         self._lock.renew()
         if self._writer.skips(step):
             return None
+        self._watch.search_last()
         version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
         self._last_step = self._last_save_step = step
         self._last_save_time = time.monotonic()
@@ -168,7 +188,7 @@ class Checkpointer:
         if version is not None:
             return self._restore(find_version(manifest, version, self.store.url))
         problems: list[str] = []
-        for candidate in reversed(manifest.versions):
+        for candidate in _by_preference(manifest.versions):
             try:
                 step = self._restore(candidate)
             except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
@@ -177,8 +197,23 @@ class Checkpointer:
                 self.events.emit("checkpoint_damaged", version=candidate.version, error=str(error))
                 problems.append(f"version {candidate.version}: {error}")
                 continue
+            self._say_unverified(candidate, manifest)
             return step
         raise CorruptCheckpoint(f"no version of {self.store.url} can be restored: {'; '.join(problems)}")
+
+    def _say_unverified(self, restored: Version, manifest: Manifest) -> None:
+        if restored.unverified:
+            log.warning(
+                "version %d is unverified, and no other could be restored: %s",
+                restored.version,
+                restored.unverified,
+            )
+        passed = [v.version for v in manifest.versions if v.version > restored.version and v.unverified]
+        if passed:
+            log.warning(
+                "version %d was restored, as versions %s are unverified; restore(%d) takes the last of them",
+                restored.version, ", ".join(map(str, passed)), passed[-1],
+            )  # fmt: skip
 
     def versions(self) -> list[Version]:
         """All versions that can be restored, oldest first."""
@@ -196,10 +231,44 @@ class Checkpointer:
             raise ConfigError(f"there is no table {table!r}: there are {', '.join(self._objects.tables)}")
         self._watch.accept(table)
         if rows is None:
-            self._writer.tracker.mark_table(table)
+            self._writer.tracker.suspect(table)
         else:
             count = len(self._objects.tables[table].weight)
             self._writer.tracker.mark(table, _row_ids(rows, table, count))
+
+    def check(self) -> int:
+        """Compare every row that is not marked with its digest, now; how many have changed unseen.
+
+        Call it between two steps. Such rows are in the next version; versions that lack them are flagged as
+        unverified. Does nothing before the first save, or with ``Policy(verify=0)``. See ``Policy.verify``.
+        """
+        self._check_open()
+        self._find_tables()
+        for table in self._watch.written():
+            self._writer.tracker.suspect(table)
+        unseen = self._objects.tables_with_unseen_changes()
+        trusted = [n for n in self._objects.tables if n not in unseen and not self._is_suspect(n)]
+        found = self._writer.check(trusted)
+        for change in found:
+            self._watch.distrust(change.table)
+        return sum(change.rows for change in found)
+
+    def _check_some(self) -> None:
+        """Spend the policy's share of the time since the last call on comparing rows with their digests."""
+        now = time.perf_counter()
+        share = self.policy.verify
+        if isinstance(share, str) or not share:
+            return
+        seconds, self._checked_at = share * (now - self._checked_at), now
+        for change in self._writer.check_some(seconds, self._may_check):
+            self._watch.distrust(change.table)
+
+    def _may_check(self, table: str) -> bool:
+        """Whether rows of a table that are not marked should be what they were."""
+        return not self._is_suspect(table) and table not in self._unseen and self._watch.is_known(table)
+
+    def _is_suspect(self, table: str) -> bool:
+        return self._writer.tracker.is_suspect(table)
 
     def wait(self) -> None:
         """Return when everything that was saved is durable."""
@@ -250,10 +319,28 @@ class Checkpointer:
         self._find_tables()
         self._watch.saving()
         tables = self._objects.live_tables()
-        return tables, [*self._objects.tables_with_unseen_changes(), *self._watch.written()]
+        unseen = self._objects.tables_with_unseen_changes()
+        self._unseen = {name for name, found in unseen.items() if found.lasts}
+        self._say_tracking(unseen)
+        return tables, [*unseen, *self._watch.written()]
+
+    def _say_tracking(self, unseen: Mapping[str, Unseen]) -> None:
+        """Say how changed rows of each table are found, once, and when that changes."""
+        compared = "digests" if self.policy.verify else "whole"
+        said: dict[str, list[str]] = {}
+        for name in self._objects.tables:
+            found = unseen.get(name)
+            how, why = (compared, found.why) if found is not None and found.lasts else self._watch.how(name)
+            text = f"{how}: {why}"
+            if self._tracking.get(name) != text:
+                self._tracking[name] = text
+                said.setdefault(text, []).append(name)
+        for text, names in said.items():
+            log.info("changed rows of %s are found by %s", some(names), text)
+            self.events.emit("checkpoint_tracking", tables=names, how=text)
 
     def _capture_dense(self) -> Callable[[], Sequence[Any]]:
-        tree = self._objects.capture()
+        tree = self._objects.capture(dict(self._tracking))
         if not self._captured_before:
             # A state that cannot be stored is the caller's to mend: say so at once, not at the next call.
             encoded = encode_tree(tree())
@@ -297,6 +384,20 @@ class Checkpointer:
         figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}
         self.events.emit("checkpoint_restored", **figures, bytes=reader.bytes_read, continues_era=resumed)
         log.info("restored version %d (step %d) in %.2f s", version.version, version.step, seconds)
+
+
+def _by_preference(versions: Sequence[Version]) -> list[Version]:
+    """The newest first; those that may lack changes come last."""
+    return sorted(versions, key=lambda version: (bool(version.unverified), -version.version))
+
+
+def _refuse_unowned(tables: Sequence[str]) -> None:
+    if tables:
+        raise ConfigError(
+            f"no optimizer among the objects owns {some(tables)}, which can be trained: the state of its "
+            "optimizer would be lost; give that too, call requires_grad_(False) on what is not trained, or "
+            "pass allow_without_optimizer=True if there is none"
+        )
 
 
 def _step(step: Any) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -138,9 +139,17 @@ class Catalog:
         return max(manifests.numbers(self.store), default=0) != self._last_number
 
     def commit_version(
-        self, version: Version, groups: Sequence[Group], strategy: str, changes: Iterable[FileChange]
+        self,
+        version: Version,
+        groups: Sequence[Group],
+        strategy: str,
+        changes: Iterable[FileChange],
+        unverified: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Make a version exist, with the files of all shards' changes; older ones go by the policy."""
+        """Make a version exist, with the files of all shards' changes; older ones go by the policy.
+
+        ``unverified``: see ``flag_versions``.
+        """
         added = [f for change in changes for f in change.added]
         eras = [e for e in self.manifest.eras if e.number != version.era]
         if version.baseline:
@@ -148,8 +157,12 @@ class Catalog:
         else:
             era = self.manifest.era(version.era)
             eras.append(msgspec.structs.replace(era, files=[*era.files, *added]))
-        versions = self._retained([*self.manifest.versions, version])
+        versions = self._retained(_flagged([*self.manifest.versions, version], unverified))
         self._publish(eras, versions)
+
+    def flag_versions(self, unverified: Mapping[int, str]) -> None:
+        """Note why versions, by number, may lack changes."""
+        self._publish(self.manifest.eras, _flagged(self.manifest.versions, unverified))
 
     def commit_round(self, era_number: int, changes: Iterable[FileChange]) -> None:
         """Replace files of an era by rearranged ones with the same rows."""
@@ -270,6 +283,12 @@ class Catalog:
             return
         self._stored.difference_update(outdated)
         self._undeleted = []
+
+
+def _flagged(versions: Iterable[Version], unverified: Mapping[int, str]) -> list[Version]:
+    return [
+        msgspec.structs.replace(v, unverified=v.unverified or unverified.get(v.version, "")) for v in versions
+    ]
 
 
 def _as_it_will_be_read(data: bytes, url: str) -> Manifest:

@@ -15,6 +15,7 @@ from holdfast.checkpoint.background import Latch
 from holdfast.checkpoint.quantize import RowCodec, from_float32
 from holdfast.checkpoint.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows
 from holdfast.errors import ConfigError, CorruptCheckpoint
+from holdfast.kernels import digests as digest_kernels
 from holdfast.kernels import openmp
 from holdfast.kernels.rows import (
     ALL,
@@ -115,6 +116,39 @@ class LiveTables:
                 self._check(group, ids)
                 parts.append(_GatherPart(self._addresses[group], self._firsts[group], ids, copies))
         return Gather(parts)
+
+    def mark_changed(
+        self,
+        group: int,
+        begin: int,
+        end: int,
+        digests: NDArray[np.uint64],
+        marked: NDArray[np.uint64],
+        *,
+        mark_unknown: bool,
+    ) -> int:
+        """Of rows ``begin`` to ``end`` of a group, mark in a bitmap those that differ from their digests.
+
+        Rows that are marked already are left out. Those whose digest is 0, unknown, are marked too, or get
+        it. How many were marked.
+        """
+        if not (0 <= begin <= end <= len(digests) == self._firsts[group][-1]):
+            raise ValueError(f"rows {begin} to {end} of a group of {self._firsts[group][-1]}")
+        addresses, firsts = self._addresses[group], self._firsts[group]
+        row_bytes = np.array([field.live_bytes for field in self.groups[group].fields], np.int64)
+        shared = np.zeros(2, np.int64)
+        unknown = digest_kernels.MARK_UNKNOWN if mark_unknown else digest_kernels.KEEP_UNKNOWN
+        large = (end - begin) * int(row_bytes.sum()) >= _HELP_BYTES
+        if large and _CORES > 1 and openmp.threads() > 1:
+            arrays = addresses, firsts, row_bytes, digests, marked, shared
+            pointers = [array.ctypes.data for array in arrays]
+            numbers = np.array([*addresses.shape, len(digests), begin, end, unknown, *pointers], np.int64)
+            openmp.run_on_all(digest_kernels.mark_packed, numbers.ctypes.data)
+        else:
+            digest_kernels.mark_changed(
+                addresses, firsts, row_bytes, begin, end, digests, marked, unknown, shared
+            )
+        return int(shared[1])
 
     def scatter(
         self,

@@ -88,6 +88,8 @@ class Version(Struct, frozen=True):
     metadata: dict[str, Any] = {}
     restores: int = 0
     """How often the run that saved it had been restored from a version with quantized rows."""
+    unverified: str = ""
+    """Why it may lack changes of rows: they were found to have changed unseen, after it was saved."""
 
 
 class Era(Struct, frozen=True):

@@ -53,6 +53,8 @@ class VersionLine:
     bytes_written: int
     bytes_to_restore: int
     metadata: dict[str, Any]
+    unverified: str
+    """Why it may lack changes of rows; empty if nothing speaks against it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class TableLine:
     fields: tuple[tuple[str, str, int, int | None], ...]
     """Name, type, width and, if they are quantized, bits."""
     bytes: int
+    tracking: str
+    """How its changed rows were found, and why; empty if the version does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class Description:
     kind: str
     bytes_to_restore: int
     metadata: dict[str, Any]
+    unverified: str
     tables: tuple[TableLine, ...]
     files: tuple[FileUse, ...]
     objects: dict[str, tuple[StateLine, ...]]
@@ -164,6 +169,8 @@ def describe_version(store: Store, version: int | None = None) -> Description:
         where = f"{store.url}: {found.dense.name}"
         tree = decode_tree(reader.dense(), where)
         objects = tree.get("objects") if isinstance(tree, dict) else None
+        tracking = tree.get("tracking") if isinstance(tree, dict) else None
+        how = tracking if isinstance(tracking, dict) else {}
         files = tuple(_file_use(file.entry, file.pieces, found.version) for file in reader.files)
         tables = tuple(
             TableLine(
@@ -173,6 +180,7 @@ def describe_version(store: Store, version: int | None = None) -> Description:
                     (f.name, f.dtype, f.width, f.codec.bits if f.codec else None) for f in group.fields
                 ),
                 bytes=table.rows * group.record_bytes,
+                tracking=str(how.get(table.name, "")),
             )
             for group in reader.stored_groups
             if group.raw_rows_of is None
@@ -188,6 +196,7 @@ def describe_version(store: Store, version: int | None = None) -> Description:
         kind=_kind(found),
         bytes_to_restore=sum(f.needed_bytes for f in files) + found.dense.bytes,
         metadata=found.metadata,
+        unverified=found.unverified,
         tables=tables,
         files=(*files, FileUse(found.dense.name, "dense", found.dense.bytes, found.dense.bytes, 1, 1)),
         objects={name: tuple(_leaves(state, "")) for name, state in (objects or {}).items()},
@@ -239,6 +248,7 @@ def _version_line(manifest: Manifest, version: Version, pieces: dict[str, tuple[
         bytes_written=version.bytes,
         bytes_to_restore=needed + version.dense.bytes,
         metadata=version.metadata,
+        unverified=version.unverified,
     )
 
 

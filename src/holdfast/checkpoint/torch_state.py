@@ -14,14 +14,15 @@ restore another checkpoint, or make them anew. ``cancel_restore`` gives up after
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast.checkpoint.dense import TablePlace, map_tree
 from holdfast.checkpoint.live import LiveTables
@@ -39,8 +40,15 @@ from holdfast.checkpoint.torch_values import (
     row_field,
     set_random_states,
 )
-from holdfast.checkpoint.unseen import changes_unseen_rows
-from holdfast.errors import CheckpointError, CorruptCheckpoint, HoldfastError, ModelMismatch
+from holdfast.checkpoint.unseen import why_unseen_rows_change
+from holdfast.errors import CheckpointError, ConfigError, CorruptCheckpoint, HoldfastError, ModelMismatch
+
+
+class Unseen(NamedTuple):
+    """Why any row of a table may have changed, and whether that ``lasts`` or was found just now."""
+
+    why: str
+    lasts: bool
 
 
 class TrainingObjects:
@@ -49,9 +57,12 @@ class TrainingObjects:
     Args:
         objects: by name, all that have ``state_dict`` and ``load_state_dict``: modules, optimizers,
             schedulers, loaders. A name is part of what is stored: give the same ones when restoring.
+            Optimizers that step in the backward pass of a module's parameters are found, and added as
+            "<object's name>.<parameter's name>:backward".
         kind_of: tables for which it says different things are not put into one group.
 
     Attributes:
+        objects: those that were given and those that were found.
         tables: every table of the modules, by name.
         optimizers: those among the objects.
     """
@@ -60,11 +71,12 @@ class TrainingObjects:
         self, objects: Mapping[str, Any], kind_of: Callable[[str], object] = lambda table: None
     ) -> None:
         check_objects(objects)
-        self.objects = dict(objects)
         self._kind_of = kind_of
-        self._capturers = {name: Capturer(name, thing) for name, thing in objects.items()}
         self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
-        self.optimizers = {n: o for n, o in objects.items() if isinstance(o, Optimizer)}
+        self._in_backward = find_in_backward(self._modules, known=objects.values())
+        self.objects = dict(objects) | self._in_backward
+        self._capturers = {name: Capturer(name, thing) for name, thing in self.objects.items()}
+        self.optimizers = {n: o for n, o in self.objects.items() if isinstance(o, Optimizer)}
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
         self._users = self._find_users()
         self._incoming: dict[str, dict[str, Tensor]] = {}
@@ -75,10 +87,18 @@ class TrainingObjects:
         self._seen_versions = self._versions()
 
     def find_again(self) -> bool:
-        """Look for the tables once more; whether there are others now, or other modules that use them."""
+        """Look for the tables once more; whether there are others now, or other modules that use them.
+
+        Raises ConfigError if a parameter has got an optimizer that steps in the backward pass.
+        """
         users = self._find_users()
         if users == self._users:
             return False
+        for name in find_in_backward(self._modules, known=self.objects.values()):
+            raise ConfigError(
+                f"{name.removesuffix(_BACKWARD)} has got an optimizer that steps in the backward pass, after "
+                "the Checkpointer was made: its state would not be saved; make the Checkpointer after it"
+            )
         before, self.tables, self._users = self.tables, find_tables(self._modules), users
         same = {n for n, table in self.tables.items() if n in before and before[n].modules == table.modules}
         self._known = {name: rows for name, rows in self._known.items() if name in same}
@@ -89,13 +109,16 @@ class TrainingObjects:
         return True
 
     def _find_users(self) -> list[tuple[int, int]]:
-        """Modules that look up rows, and their weights."""
-        return [
-            (id(module), id(module._parameters.get("weight")))
-            for model in self._modules.values()
-            for module in model.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        ]
+        """Modules that look up rows, and their weights; and parameters that step in the backward pass."""
+        users: list[tuple[int, int]] = []
+        for model in self._modules.values():
+            for module in model.modules():
+                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                    users.append((id(module), id(module._parameters.get("weight"))))
+                for parameter in module._parameters.values():
+                    if parameter is not None and _IN_BACKWARD in vars(parameter):
+                        users.append((id(parameter), len(vars(parameter)[_IN_BACKWARD])))
+        return users
 
     # Saving
 
@@ -137,8 +160,10 @@ class TrainingObjects:
         self.layout()
         return self.capture()()
 
-    def capture(self) -> Callable[[], dict[str, Any]]:
+    def capture(self, tracking: Mapping[str, str] | None = None) -> Callable[[], dict[str, Any]]:
         """Copy everything but the rows, now, and give a function that makes a ``dense_tree`` of it.
+
+        ``tracking`` says of each table how its changed rows are found, for people who look at the version.
 
         The copy is all that has to happen between two steps; what the function does can wait, in another
         thread. It raises what ``dense_tree`` raises. Rows are known by the last ``layout``.
@@ -156,6 +181,7 @@ class TrainingObjects:
             return {
                 "objects": {name: state() for name, state in states.items()},
                 "optimizers": optimizers,
+                "tracking": dict(tracking or {}),
                 # Versions of modules' formats, which PyTorch keeps in an attribute of the state.
                 "metadata": {name: map_tree(metadata[name], plain_leaf, name) for name in self._modules},
                 "rng": random_states(random_copy),
@@ -230,52 +256,78 @@ class TrainingObjects:
 
     # Tracking
 
-    def tables_with_unseen_changes(self) -> list[str]:
+    def tables_without_optimizer(self) -> list[str]:
+        """The tables that gradients reach and that no optimizer among the objects owns.
+
+        Averages of a model (``AveragedModel``) have no optimizer, and none is missed.
+        """
+        owned = {
+            id(p)
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        for model in self._modules.values():
+            for module in model.modules():
+                if isinstance(module, AveragedModel):
+                    owned |= set(map(id, module.parameters()))
+        return [n for n, t in self.tables.items() if t.weight.requires_grad and id(t.weight) not in owned]
+
+    def tables_with_unseen_changes(self) -> dict[str, Unseen]:
         """The tables of which rows may change, or may have changed, without a lookup that named them.
 
-        Such a table has to be saved as a whole. Ask at every save: settings of optimizers can change. Writing
-        to weights behind the optimizers' back goes unnoticed, except in a table that no optimizer has.
+        Any row of such a table may differ from what was saved last. Ask at every save: settings of optimizers
+        can change. Writing to weights behind the optimizers' back goes unnoticed, except in a table that no
+        optimizer has.
         """
         owners: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     owners.setdefault(id(parameter), []).append((optimizer, group))
-        answers: dict[tuple[Any, ...], bool] = {}  # tables of one parameter group are alike, as a rule
+        answers: dict[tuple[Any, ...], str | None] = {}  # tables of one parameter group are alike, as a rule
         replaced, self._replaced = self._replaced, set()
-        return [
-            name
-            for name, table in self.tables.items()
-            if name in replaced or self._changes_unseen_rows(table, owners, answers)
-        ]
+        found: dict[str, Unseen] = {}
+        for name, table in self.tables.items():
+            unseen = self._unseen(table, owners, answers)
+            if unseen is None and name in replaced:
+                unseen = Unseen("its tensors were replaced", lasts=False)
+            if unseen is not None:
+                found[name] = unseen
+        return found
 
     def forget_replaced(self) -> None:
         """What has taken the place of tensors so far is known."""
         self._replaced.clear()
 
-    def _changes_unseen_rows(
+    def _unseen(
         self,
         table: LiveTable,
         owners: Mapping[int, Sequence[tuple[Optimizer, dict[str, Any]]]],
-        answers: dict[tuple[Any, ...], bool],
-    ) -> bool:
+        answers: dict[tuple[Any, ...], str | None],
+    ) -> Unseen | None:
         weight = table.modules[0].weight
         mine = owners.get(id(weight))
         if mine is None:
+            if weight.requires_grad:
+                return Unseen("it is trainable, and no optimizer among the objects owns it", lasts=True)
             # An average of a model has such tables. PyTorch counts what is written to a tensor.
-            return weight.requires_grad or weight._version != self._seen_versions[table.name]
+            written = weight._version != self._seen_versions[table.name]
+            return Unseen("it was written to", lasts=False) if written else None
+        if not table.only_looked_up:
+            return Unseen("a module that is no embedding has the same weight", lasts=True)
         sparse = all(module.sparse for module in table.modules)
         gradient = weight.grad
-        dense_after_all = sparse and gradient is not None and gradient.layout == torch.strided
-        if not table.only_looked_up or dense_after_all:
-            return True
+        if sparse and gradient is not None and gradient.layout == torch.strided:
+            return Unseen("its gradient is dense, though its modules ask for sparse ones", lasts=False)
         for optimizer, group in mine:
             key = (id(optimizer), id(group), sparse, weight.dtype)
             if key not in answers:
-                answers[key] = changes_unseen_rows(optimizer, group, sparse=sparse, dtype=weight.dtype)
-            if answers[key]:
-                return True
-        return False
+                answers[key] = why_unseen_rows_change(optimizer, group, sparse=sparse, dtype=weight.dtype)
+            why = answers[key]
+            if why is not None:
+                return Unseen(why, lasts=True)
+        return None
 
     # Inside
 
@@ -383,6 +435,29 @@ class TrainingObjects:
                 # A StatefulDataLoader draws random numbers when it goes to its position. It does so now,
                 # before the random states are restored: the run that wrote them was past that.
                 thing.state_dict()
+
+
+_BACKWARD = ":backward"
+_IN_BACKWARD = "_in_backward_optimizers"
+
+
+def find_in_backward(modules: Mapping[str, nn.Module], known: Iterable[Any]) -> dict[str, Optimizer]:
+    """Optimizers that step in the backward pass, of parameters of the modules; ``known`` ones are left out.
+
+    ``torch.distributed.optim._apply_optimizer_in_backward``, and what TorchRec makes of it, keeps them there.
+    """
+    found: dict[str, Optimizer] = {}
+    seen = {id(thing) for thing in known}
+    for root, model in modules.items():
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                for optimizer in vars(parameter).get(_IN_BACKWARD, ()) if parameter is not None else ():
+                    if id(optimizer) not in seen:
+                        seen.add(id(optimizer))
+                        key = ".".join(filter(None, (root, path, name))) + _BACKWARD
+                        number = sum(other.startswith(key) for other in found)
+                        found[f"{key}{number or ''}"] = optimizer
+    return found
 
 
 def _holds(group: Mapping[str, Any], weight: Tensor) -> bool:

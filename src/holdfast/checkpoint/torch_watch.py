@@ -6,9 +6,13 @@ is the same rows: a save may come in between (gradients that are accumulated), g
 ids may be rewritten behind the hook, a table may be used in other ways than by its modules, hooks may not run
 in compiled code. So lookups whose gradients come only after a save are marked again then, and optimizers have
 hooks, too. Gradients that are sparse say themselves which rows they are of. Dense ones are looked through for
-such rows in the first steps and in every 64th, in the first behind each save, where no module has looked
-anything up, if a row that is looked at in each step has one without a lookup, and in all steps if it turns
-out that lookups do not tell.
+such rows in the first steps and in every 64th, in the last before each save and the first behind it, where no
+module has looked anything up, if a row that is looked at in each step has one without a lookup, and in all
+steps if it turns out that lookups do not tell.
+
+Others write to tables, too. PyTorch counts what is written to a tensor; of a step's own writes the count is
+taken right before and right after the step, so that everything else shows. For that, our hooks come last
+before the step and first behind it, whatever hooks of others there are.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.checkpoint.torch_tables import LiveTable
 from holdfast.checkpoint.tracker import Tracker
-from holdfast.checkpoint.unseen import changes_unseen_rows
+from holdfast.checkpoint.unseen import why_unseen_rows_change
 from holdfast.kernels.rows import copy_ranges
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -49,19 +55,38 @@ class _Watched:
     sparse: bool
     """Whether its gradients are."""
     version: int
-    """PyTorch's count of what was written to the weights, as far as it is known which rows that was."""
+    """PyTorch's count of what was written to the weights and their states, as far as it is known which rows
+    that was."""
     by_gradient: bool
     """Whether lookups do not tell all."""
+    by_digest: bool = False
+    """Whether rows have changed unseen."""
     looked_up: bool = False
     """Since the last step that had gradients."""
     to_search: bool = True
     """Whether a save came since then: gradients may be of rows that were looked up before it."""
+    searched: bool = False
+    """Whether the gradient of the last step has been looked through."""
+    saves: int = 0
+    """Since the last step that had gradients."""
+    complete: int = 0
+    """The last version that was taken when all rows with gradients were known from lookups."""
     checks: int = 0
     """Steps in which all rows with gradients were looked for among those that are marked."""
     next_check: int = 0
     """The step in which that is due again."""
     steps: int = 0
     """That had gradients."""
+
+
+@dataclass
+class _Hooked:
+    """The hooks of one optimizer."""
+
+    before: RemovableHandle
+    after: RemovableHandle
+    clean: bool = True
+    """Whether nobody else's hook has run between ours and the step that is under way."""
 
 
 class Watch:
@@ -71,6 +96,9 @@ class Watch:
         tables: by name.
         optimizers: that may change them.
         tracker: gives the tracker that is to know of it; asked anew each time.
+        last_version: gives the number of the version that was taken last.
+        on_missed: told when it turns out that changes of a table may have been missed: its name, why, and the
+            last version that lacks none.
     """
 
     def __init__(
@@ -78,11 +106,16 @@ class Watch:
         tables: Mapping[str, LiveTable],
         optimizers: Mapping[str, Optimizer],
         tracker: Callable[[], Tracker],
+        last_version: Callable[[], int],
+        on_missed: Callable[[str, str, int], None],
     ) -> None:
         self.tracker = tracker
         self.saves = 0
+        self._last_version = last_version
+        self._on_missed = on_missed
         self._optimizers = optimizers
         self._hooks = ExitStack()
+        self._hooked: dict[int, _Hooked] = {}
         self._tables: dict[str, _Watched] = {}
         self.follow(tables)
 
@@ -96,7 +129,8 @@ class Watch:
                 known.table = table
             else:
                 sparse, plain = (m.sparse for m in table.modules), map(_is_plain, table.modules)
-                known = _Watched(table, all(sparse), _version(table), not all(plain))
+                known = _Watched(table, all(sparse), self.version_of(table), not all(plain))
+                known.complete = self._last_version()
             self._tables[name] = known
             for module in table.modules:
                 mine = self, known, _is_plain(module)
@@ -105,93 +139,163 @@ class Watch:
                 if module.max_norm is not None:
                     self._hooks.callback(module.register_forward_pre_hook(_Before(*mine)).remove)
         for optimizer in self._optimizers.values():
-            self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-            self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            hooked = _Hooked(
+                optimizer.register_step_pre_hook(_StepHook(self._before_step)),
+                optimizer.register_step_post_hook(_StepHook(self._after_step)),
+            )
+            self._hooked[id(optimizer)] = hooked
+            self._hooks.callback(hooked.before.remove)
+            self._hooks.callback(hooked.after.remove)
 
     def close(self) -> None:
         """Take all hooks away."""
         self._hooks.close()
 
-    def saving(self) -> None:
-        """A snapshot is taken: what has been looked up and not been stepped on changes only later."""
-        self.saves += 1
+    def search_last(self) -> None:
+        """Look through the gradients of the last step, if there are any yet; right before rows are taken."""
+        tracker = self.tracker()
         for watched in self._tables.values():
-            watched.to_search = True
+            gradient = watched.table.modules[0].weight.grad
+            if not watched.searched and gradient is not None and self._tells(watched, gradient, tracker):
+                self._search(watched, gradient, tracker)
 
     def restored(self) -> None:
         """What is in the tables is what marks go by; gradients are those that there were."""
         self.saving()
         self.accept()
 
+    def saving(self) -> None:
+        """A snapshot is taken: what has been looked up and not been stepped on changes only later."""
+        self.saves += 1
+        for watched in self._tables.values():
+            watched.to_search = True
+            watched.saves += 1
+
+    def _tells(self, watched: _Watched, gradient: Tensor, tracker: Tracker) -> bool:
+        """Whether a gradient shows if lookups miss rows of a table for which they are relied upon."""
+        relied_upon = not (watched.sparse or watched.by_gradient or tracker.is_suspect(watched.table.name))
+        return relied_upon and not gradient.is_sparse and watched.steps > 0
+
     def written(self) -> list[str]:
         """Tables to which something other than a step or a lookup has been written since this was last asked
-        or a step was made, as far as PyTorch counts it."""
+        or a step was made, as far as PyTorch counts it; and those of which rows have changed unseen."""
         found = []
         for name, watched in self._tables.items():
-            version = _version(watched.table)
-            if version != watched.version:
+            version = self.version_of(watched.table)
+            if version != watched.version or watched.by_digest:
                 found.append(name)
             watched.version = version
         return found
+
+    def is_known(self, table: str) -> bool:
+        """Whether nothing but steps and lookups has written to a table, as far as PyTorch counts it."""
+        watched = self._tables[table]
+        return not watched.by_digest and self.version_of(watched.table) == watched.version
 
     def accept(self, table: str | None = None) -> None:
         """What has been written to the table, or to all, is known."""
         for name, watched in self._tables.items():
             if table in (None, name):
-                watched.version = _version(watched.table)
+                watched.version = self.version_of(watched.table)
+
+    def distrust(self, table: str) -> None:
+        """Rows of a table have changed unseen: any may have, from now on."""
+        self._tables[table].by_digest = True
+
+    def how(self, table: str) -> tuple[str, str]:
+        """How changed rows of a table are found, as far as it is for the watch to say, and why."""
+        watched = self._tables[table]
+        if watched.by_digest:
+            return "digests", "rows have changed unseen before"
+        if watched.sparse:
+            return "gradients", "they are sparse"
+        if watched.by_gradient:
+            return "gradients", "lookups do not tell all rows that change"
+        return "lookups", "only rows that are looked up change"
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hooked = self._hooked.get(id(optimizer))
+        if hooked is not None:
+            hooked.clean = _comes_last(optimizer._optimizer_step_pre_hooks, hooked.before.id)
+            # Hooks that run after the step are not being gone through now: they can be put in order.
+            if not _comes_first(optimizer._optimizer_step_post_hooks, hooked.after.id):
+                _move(optimizer._optimizer_step_post_hooks, hooked.after.id, last=False)
         self._mark_changes(optimizer, written=True)
 
     def _mark_changes(self, optimizer: Optimizer, *, written: bool) -> None:
         """Mark what a step changes by its gradients; and tables that something was ``written`` to before."""
         tracker = self.tracker()
-        answers: dict[tuple[Any, ...], bool] = {}  # tables of one parameter group are alike, as a rule
+        answers: dict[tuple[Any, ...], str | None] = {}  # tables of one parameter group are alike, as a rule
         dense: list[tuple[_Watched, Tensor]] = []
         for group, watched, weight, gradient in self._with_gradients(optimizer):
             name, sparse = watched.table.name, watched.sparse
             key = id(group), sparse, weight.dtype
             if key not in answers:
-                answers[key] = changes_unseen_rows(optimizer, group, sparse=sparse, dtype=weight.dtype)
-            wrote = written and weight._version != watched.version
-            if wrote or answers[key] or (sparse and not gradient.is_sparse):
-                tracker.mark_table(name)
+                answers[key] = why_unseen_rows_change(optimizer, group, sparse=sparse, dtype=weight.dtype)
+            wrote = written and self.version_of(watched.table) != watched.version
+            if wrote or answers[key] is not None or (sparse and not gradient.is_sparse):
+                tracker.suspect(name)
             elif gradient.is_sparse:
                 if gradient._nnz():  # NumPy would keep PyTorch from adding to one that is empty
                     tracker.mark(name, gradient._indices().numpy()[0], counts=False)  # as its lookup has
-            elif not tracker.is_whole(name):
+            elif not tracker.is_suspect(name):
+                watched.searched = False
                 dense.append((watched, gradient))
         if dense:
             for (watched, gradient), odd in zip(dense, _odd_ones(dense, tracker), strict=True):
-                self._search(watched, gradient, tracker, odd=odd)
+                known = watched.by_gradient or watched.to_search or not watched.looked_up
+                if known or odd or watched.steps >= watched.next_check:
+                    self._search(watched, gradient, tracker)
 
-    def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker, *, odd: bool) -> None:
-        """Mark the rows of a dense gradient, if lookups may not have done so."""
-        known = watched.by_gradient or watched.to_search or not watched.looked_up
-        check = watched.steps >= watched.next_check
-        if not (known or check or odd):
-            return
+    def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker) -> None:
+        """Mark the rows of a dense gradient, and see whether lookups have told of all of them."""
         name = watched.table.name
         # By their bits: what is subtracted from a weight of -0 is not the same for both kinds of 0.
         found = gradient.view(_BITS[gradient.itemsize]) != 0
         rows = found.flatten(1).any(1).nonzero().reshape(-1).numpy()
-        if check and not known and len(rows):
-            watched.checks += 1
+        if not watched.by_gradient and len(rows):
+            watched.checks += watched.looked_up
             watched.next_check = watched.steps + (1 if watched.checks < FIRST_CHECKS else CHECK_EVERY)
-            if not tracker.has(name, rows):
-                watched.by_gradient = True
-                log.info("%s has gradients of rows that it was not seen to look up: they are searched", name)
-                tracker.mark_table(name)  # what was missed so far is among them
+            if tracker.explains(name, rows):
+                watched.complete = self._last_version()
+            elif watched.saves < 2:  # else they may have been looked up before the last save but one
+                self._miss(watched, rows)
         tracker.mark(name, rows, counts=watched.by_gradient)
         watched.to_search = False
+        watched.searched = True
+
+    def _miss(self, watched: _Watched, rows: NDArray[np.int64]) -> None:
+        """Rows have gradients that were not looked up: so may have others before that nobody has seen."""
+        name = watched.table.name
+        if len(rows) > 0.5 * len(watched.table.modules[0].weight):
+            self.tracker().suspect(name)  # noise, or NaN: all rows change, and no search is needed
+        else:
+            watched.by_gradient = True
+            log.info("%s has gradients of rows that it was not seen to look up: they are searched", name)
+        why = "rows had gradients that no lookup of its modules shows"
+        self._on_missed(name, why, watched.complete)
+        watched.complete = self._last_version()
 
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if len(arguments) > 1 or named:  # a closure: the step's gradients have come in it
+        hooked = self._hooked.get(id(optimizer))
+        closure = len(arguments) > 1 or bool(named)
+        clean = hooked is None or (
+            hooked.clean and _comes_first(optimizer._optimizer_step_post_hooks, hooked.after.id)
+        )
+        if hooked is not None and not hooked.clean:
+            _move(optimizer._optimizer_step_pre_hooks, hooked.before.id, last=True)
+        if closure or not clean:
+            # Gradients have come, or were changed, after they were looked at. Whoever did that may have
+            # written to weights as well, which the count does not tell from what the step has written.
             self._mark_changes(optimizer, written=False)
-        for _, watched, weight, _ in self._with_gradients(optimizer):
+        tracker = self.tracker()
+        for _, watched, _, _ in self._with_gradients(optimizer):
+            if closure or not clean:
+                tracker.suspect(watched.table.name)
             watched.looked_up = False
+            watched.saves = 0
             watched.steps += 1
-            watched.version = weight._version
+            watched.version = self.version_of(watched.table)
 
     def _with_gradients(
         self, optimizer: Optimizer
@@ -203,6 +307,54 @@ class Watch:
             group, gradient = groups.get(id(weight)), weight.grad
             if group is not None and gradient is not None:
                 yield group, watched, weight, gradient
+
+    def version_of(self, table: LiveTable) -> int:
+        """How often PyTorch has counted a write to the weights or to a state of theirs."""
+        weight = table.modules[0].weight
+        total = int(weight._version)
+        for optimizer in self._optimizers.values():
+            state = optimizer.state.get(weight)
+            if state:
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        total += value._version
+        return total
+
+
+class _StepHook:
+    """A hook of an optimizer. Compiled steps do without: PyTorch counts what they write."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __call__(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self._method(optimizer, arguments, named)
+
+
+def _comes_last(hooks: Mapping[int, Any], mine: int) -> bool:
+    """Whether no hook of somebody else comes behind ours; other Checkpointers' change nothing."""
+    for key in reversed(hooks):
+        if key == mine:
+            return True
+        if not isinstance(hooks[key], _StepHook):
+            return False
+    return True
+
+
+def _comes_first(hooks: Mapping[int, Any], mine: int) -> bool:
+    """Whether no hook of somebody else comes before ours."""
+    for key, hook in hooks.items():
+        if key == mine:
+            return True
+        if not isinstance(hook, _StepHook):
+            return False
+    return True
+
+
+def _move(hooks: Any, mine: int, *, last: bool) -> None:
+    if mine in hooks:
+        hooks.move_to_end(mine, last=last)
 
 
 def _odd_ones(dense: Sequence[tuple[_Watched, Tensor]], tracker: Tracker) -> list[bool]:
@@ -228,7 +380,7 @@ def _odd_ones(dense: Sequence[tuple[_Watched, Tensor]], tracker: Tracker) -> lis
             not_finite = _NOT_FINITE.get(gradient.dtype, 0)
             odd[number] = bits != 0 and (
                 bits & not_finite == not_finite
-                or not tracker.has(watched.table.name, np.array([row], np.int64))
+                or not tracker.explains(watched.table.name, np.array([row], np.int64))
             )
     return odd
 
@@ -254,8 +406,8 @@ class _Before(_Hook):
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         watched = self._watched
-        if not torch.compiler.is_compiling() and _version(watched.table) != watched.version:
-            self._watch.tracker().mark_table(watched.table.name)
+        if not torch.compiler.is_compiling() and not self._watch.is_known(watched.table.name):
+            self._watch.tracker().suspect(watched.table.name)
 
 
 class _Marker(_Hook):
@@ -280,7 +432,7 @@ class _Marker(_Hook):
         name = watched.table.name
         watch.tracker().mark(name, ids)
         if module.max_norm is not None and self._plain:
-            watched.version = module.weight._version
+            watched.version = watch.version_of(watched.table)
         if not module.sparse:
             node = getattr(found, "grad_fn", None)
             if node is not None:
@@ -304,7 +456,3 @@ class _Again:
 class _NoMarker:
     def __call__(self, *arguments: Any) -> None:
         """Mark nothing."""
-
-
-def _version(table: LiveTable) -> int:
-    return int(table.weight._version)

@@ -27,10 +27,10 @@ from torch.optim import SGD, Adagrad, Optimizer
 _BY_ROW = {"SparseAdam", "RowMomentum", "RowWiseAdagrad"}
 
 
-def changes_unseen_rows(
+def why_unseen_rows_change(
     optimizer: Optimizer, group: Mapping[str, Any], *, sparse: bool, dtype: torch.dtype
-) -> bool:
-    """Whether a step of this optimizer can change rows of a table that the step's batch did not look up.
+) -> str | None:
+    """Why a step of this optimizer can change rows that the step's batch did not look up; None if it cannot.
 
     Args:
         optimizer: any; what it is decides.
@@ -38,19 +38,18 @@ def changes_unseen_rows(
         sparse: whether the table's gradients are sparse.
         dtype: of the table.
     """
-    if sparse:
-        if type(optimizer).__name__ in _BY_ROW:
-            return False
-        unknown = type(optimizer) not in (SGD, Adagrad)
-        return unknown or bool(group.get("momentum") or group.get("weight_decay"))
-    if group.get("weight_decay") or group.get("maximize"):
-        return True
-    if type(optimizer) is SGD:
-        return bool(group["momentum"])
-    if type(optimizer) is Adagrad:
-        # An eps that the table's type rounds to 0 makes 0 / 0 of every row without a gradient so far.
-        return _rounds_to_zero(float(group["eps"]), dtype)
-    return True
+    name = type(optimizer).__name__
+    if sparse and name in _BY_ROW:
+        return None
+    if type(optimizer) not in (SGD, Adagrad):
+        return f"{name} may change rows that have no gradient"
+    for option in ("weight_decay", "momentum", *(() if sparse else ("maximize",))):
+        if group.get(option):
+            return f"{name} with {option} changes rows that have no gradient"
+    # An eps that the table's type rounds to 0 makes 0 / 0 of every row without a gradient so far.
+    if not sparse and type(optimizer) is Adagrad and _rounds_to_zero(float(group["eps"]), dtype):
+        return "Adagrad with an eps of 0 changes rows that have no gradient"
+    return None
 
 
 @cache

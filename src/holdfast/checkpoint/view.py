@@ -62,7 +62,7 @@ def show_listing(listing: Listing, console: Console) -> None:
                 str(line.step),
                 age(time.time() - line.time),
                 plain(line.strategy.lower()),
-                line.kind,
+                f"{line.kind} (unverified)" if line.unverified else line.kind,
                 f"{line.rows:,}",
                 size(line.bytes_written),
                 size(line.bytes_to_restore),
@@ -71,7 +71,21 @@ def show_listing(listing: Listing, console: Console) -> None:
         console.print(table)
     count = len(listing.versions)
     console.print(f"{count} version{'s' * (count != 1)}, {size(listing.stored_bytes)} stored in all")
+    for reason, numbers in _by_reason(listing):
+        console.print(
+            Text("unverified ", "yellow") + plain(f"{_ranges(numbers)} may lack changes: {reason}"),
+            soft_wrap=True,
+        )
     _complain(listing.complaints, console)
+
+
+def _by_reason(listing: Listing) -> list[tuple[str, list[int]]]:
+    """The versions that may lack changes, by the reason."""
+    found: dict[str, list[int]] = {}
+    for line in listing.versions:
+        if line.unverified:
+            found.setdefault(line.unverified, []).append(line.version)
+    return list(found.items())
 
 
 def show_description(found: Description, console: Console) -> None:
@@ -82,6 +96,8 @@ def show_description(found: Description, console: Console) -> None:
         "to restore": size(found.bytes_to_restore),
         "metadata": json.dumps(found.metadata),
     }
+    if found.unverified:
+        facts["unverified"] = f"it may lack changes: {found.unverified}"
     for name, fact in facts.items():
         console.print(plain(f"{name:<12}{fact}"), soft_wrap=True)
     tables = _table("table", "rows", "bytes", "fields", title="Tables", left={"fields"})
@@ -93,6 +109,7 @@ def show_description(found: Description, console: Console) -> None:
         tables.add_row(plain(line.name), f"{line.rows:,}", size(line.bytes), plain(fields))
     console.print()
     console.print(tables)
+    _show_tracking(found, console)
     console.print()
     files = _table("file", "kind", "bytes", "needed", "pieces", title="Files that it reads", left={"kind"})
     for file in found.files:
@@ -102,6 +119,24 @@ def show_description(found: Description, console: Console) -> None:
     console.print(files)
     for name, lines in found.objects.items():
         _show_object(name, lines, console)
+
+
+def _show_tracking(found: Description, console: Console) -> None:
+    """How changed rows of the tables were found, said once for all that are alike."""
+    alike: dict[str, list[str]] = {}
+    for line in found.tables:
+        if line.tracking:
+            alike.setdefault(line.tracking, []).append(line.name)
+    if not alike:
+        return
+    table = _table(
+        "tables", "changed rows are found by", title="Tracking", left={"changed rows are found by"}
+    )
+    for how, names in alike.items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        table.add_row(plain(shown), plain(how))
+    console.print()
+    console.print(table)
 
 
 def _show_object(name: str, lines: Sequence[StateLine], console: Console) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.background import Background, Latch
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.encoding import Encoder
 from holdfast.checkpoint.live import Gather, LiveTables
 from holdfast.checkpoint.manifest import DenseEntry, Era, Version
@@ -32,7 +33,7 @@ from holdfast.checkpoint.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.shard import Change, Shard
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies.baselines import Baselines
-from holdfast.checkpoint.tracker import RowSet, Tracker
+from holdfast.checkpoint.tracker import FindChanged, RowSet, Tracker
 from holdfast.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -47,8 +48,12 @@ from holdfast.options import AutoBits, BitsChoice, Differential, Full, Policy
 log = logging.getLogger("holdfast.checkpoint")
 
 CaptureDense = Callable[[], Callable[[], Sequence[Any]]]
-Look = Callable[[], tuple[LiveTables, Sequence[str]]]
+Look = Callable[[], tuple[LiveTables, Collection[str]]]
 """The tables as they are now, and the names of those of which any row may have changed."""
+UNSEEN_ADVICE = (
+    "something wrote to them past PyTorch's version counter (weight.data, NumPy, an extension) or past the "
+    "optimizers that were given: call Checkpointer.mark() after such writes"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,8 @@ class _Outcome:
     """What becomes of a save."""
 
     known: Latch = field(default_factory=Latch)
+    noted: Latch = field(default_factory=Latch)
+    """Opened when the digests are those of the rows in it."""
     error: BaseException | None = None
 
 
@@ -126,6 +133,9 @@ class Writer:
         self._under_way: _Outcome | None = None
         self._tidy_error: BaseException | None = None
         self._era_is_damaged = False
+        self._digests: RowDigests | None = None
+        self._digests_known = False
+        self._unverified: dict[int, str] = {}
 
     def bind(self, tables: LiveTables) -> None:
         """Say what is to be saved. New groups begin a new era: the next version holds everything."""
@@ -139,6 +149,8 @@ class Writer:
             self._tables = tables
             self.tracker = Tracker(tables.groups, self._priorities())
             self._arena = [[] for _ in tables.groups]
+            keep_digests = self.policy.verify != 0 and not isinstance(self.strategy, Full)
+            self._digests = RowDigests(tables.groups) if keep_digests else None
             self.begin_anew()
         self._tables = tables
 
@@ -160,6 +172,75 @@ class Writer:
     def begin_anew(self) -> None:
         """Let the next version hold everything: the marks do not tell what is new in the tables."""
         self._shard = Shard(0, self._groups, self.strategy)
+        self._digests_known = False
+
+    @property
+    def last_version(self) -> int:
+        """The number of the version that was taken last."""
+        return self._next_version - 1
+
+    # Rows that changed unseen
+
+    def check(self, tables: Collection[str]) -> list[UnseenChange]:
+        """Compare all rows of these tables that are not marked with their digests; mark those that differ.
+
+        In the trainer's thread, between two steps. Versions that lack such rows are noted as unverified.
+        """
+        return self._check(tables, self.last_version)
+
+    def _check(self, tables: Collection[str], version: int) -> list[UnseenChange]:
+        """``version`` is the last one that has the rows as they are now, but for those that are marked."""
+        if self._digests is None or not self._digests_known:
+            return []
+        if self._under_way is not None:
+            self._under_way.noted.wait()
+        checks = [self._digests.check_table(self._tables, name, self.tracker, version) for name in tables]
+        return self._note_unseen([change for change in checks if change is not None])
+
+    def check_some(self, seconds: float, may_check: Callable[[str], bool]) -> list[UnseenChange]:
+        """The same for some rows, for about ``seconds``; goes on where the last call ended."""
+        noted = self._under_way is None or self._under_way.noted.is_open()
+        if self._digests is None or not (self._digests_known and noted):
+            return []
+        return self._note_unseen(
+            self._digests.check_some(self._tables, self.tracker, self.last_version, seconds, may_check)
+        )
+
+    def note_missed(self, table: str, why: str, complete: int) -> None:
+        """Changes of a table may have been missed in versions after the one that is ``complete``."""
+        if self._digests is not None:
+            self.check([table])  # it tells which rows, and in which versions
+            return
+        self.tracker.suspect(table)
+        versions = self._note_unverified(table, complete, why)
+        if versions:
+            log.warning("%s: %s: versions %d to %d may lack changes", table, why, versions[0], versions[-1])
+            self.events.emit("checkpoint_unseen_change", table=table, rows=None, versions=versions)
+
+    def _note_unverified(self, table: str, after: int, why: str) -> list[int]:
+        """Versions after this one may lack changes of a table: the next manifest says so. Which they are."""
+        missing = range(after + 1, self._next_version)
+        for version in missing:
+            self._unverified.setdefault(version, f"{table}: {why}")
+        return list(missing)
+
+    def _note_unseen(self, changes: list[UnseenChange]) -> list[UnseenChange]:
+        for change in changes:
+            why = f"{change.rows} rows had changed unseen"
+            versions = self._note_unverified(change.table, change.verified, why)
+            log.warning(
+                "%d rows of %s have changed unseen; they are in the next version, and %s: %s",
+                change.rows,
+                change.table,
+                f"versions {versions[0]} to {versions[-1]} may lack them"
+                if versions
+                else "no version lacks them",
+                UNSEEN_ADVICE,
+            )
+            self.events.emit(
+                "checkpoint_unseen_change", table=change.table, rows=change.rows, versions=versions
+            )
+        return changes
 
     def resume(self, version: Version) -> bool:
         """Go on from the store's newest version, which has just been restored; False if that cannot be."""
@@ -184,6 +265,9 @@ class Writer:
             self.events.emit("checkpoint_damaged", version=version.version, error=str(error))
             self.begin_anew()
             return False
+        if self._digests is not None:
+            self._digests.learn(self._tables, self.last_version)
+            self._digests_known = True
         return True
 
     def _take_up(self, era: Era, version: Version) -> None:
@@ -238,9 +322,13 @@ class Writer:
                         outcome.error = error
                         outcome.known.open()
                     raise
+                finally:
+                    if not outcome.noted.is_open():
+                        outcome.noted.open()
 
             self._under_way = outcome
             self._next_version += 1
+            self._digests_known |= baseline
             self._thread.submit(job)
         except BaseException:  # Ctrl-C, too, wherever it comes
             # Nobody would ever say that it is done, and the next save would wait for that.
@@ -285,6 +373,8 @@ class Writer:
         """Finish what is under way and end the thread."""
         self._thread.close()
         self.collect()
+        if self._unverified:
+            self.catalog.flag_versions(self._unverified)
         self._thread.raise_error()
 
     def busy(self) -> bool:
@@ -306,7 +396,8 @@ class Writer:
         """Copies of what the version holds, and nothing else: training waits for this."""
         # To look at every tensor takes as long as to copy many rows. As a rule nothing has changed: copying
         # starts at once, from where the rows were the last time, and is done again if that was wrong.
-        copying = self._start_copying(whole) if self._nothing_unseen or look is None else None
+        at_once = look is None or (self._nothing_unseen and self.policy.verify != "all")
+        copying = self._start_copying(whole) if at_once else None
         try:
             if look is not None:
                 tables, unseen = look()
@@ -318,7 +409,10 @@ class Writer:
                 if copying is None:
                     self.bind(tables)
                     for table in unseen:
-                        self.tracker.mark_table(table)
+                        self.tracker.suspect(table)
+                    if self.policy.verify == "all":
+                        others = [t for t in self.tracker.tables if not self.tracker.is_suspect(t)]
+                        self._check(others, self._next_version)
                     copying = self._start_copying(whole)
             dense = capture_dense()
         finally:
@@ -329,7 +423,9 @@ class Writer:
 
     def _start_copying(self, whole: bool) -> _Copying:
         baseline = self._baseline_is_due()
-        wanted = self.tracker.take(whole=whole or baseline)
+        if self._digests is not None:  # suspected tables are compared as a whole
+            self._digests.verified(self.tracker.suspects, self._next_version)
+        wanted = self.tracker.take(whole=whole or baseline, find=self._finder(baseline))
         if baseline:
             wanted = [np.arange(g.rows, dtype=np.int64) for g in self._groups]
             self._since_baseline = [RowSet(g.rows) for g in self._groups]
@@ -340,6 +436,14 @@ class Writer:
         copies = [self._space(number, len(ids)) for number, ids in enumerate(wanted)]
         copied = [Rows(ids, tuple(fields)) for ids, fields in zip(wanted, copies, strict=True)]
         return _Copying(baseline, copied, self._tables.start_gather(wanted, copies))
+
+    def _finder(self, baseline: bool) -> FindChanged | None:
+        """What finds the rows that have changed of tables of which any may have."""
+        if baseline:
+            return lambda group, begin, end, marked: 0  # it holds all of them anyway
+        if self._digests is None:
+            return None
+        return partial(self._digests.find_changed, self._tables)
 
     def _space(self, number: int, rows: int) -> list[Bytes2D]:
         """Memory for a snapshot: the last one's, if it is large enough and not much too large.
@@ -368,6 +472,10 @@ class Writer:
         """In the background: write and commit the version; then tidy up."""
         started, cpu = time.perf_counter(), time.thread_time()
         try:
+            # Before it is durable: if that fails, these rows are marked again, and such are not compared.
+            if self._digests is not None:
+                self._digests.note(number, rows, baseline=baseline)
+            outcome.noted.open()
             shard, encoder = self._shard, self._encoder
             if baseline:
                 encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
@@ -384,7 +492,10 @@ class Writer:
                 baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
                 metadata=metadata, restores=self.restores,
             )  # fmt: skip
-            self.catalog.commit_version(version, encoder.stored, shard.layout_name, [change])
+            flags = dict(self._unverified)
+            self.catalog.commit_version(version, encoder.stored, shard.layout_name, [change], flags)
+            for flagged in flags:
+                self._unverified.pop(flagged, None)
         except BaseException as error:  # of whatever kind: the trainer waits for the next line
             outcome.error = error
             outcome.known.open()
