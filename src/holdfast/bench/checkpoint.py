@@ -30,8 +30,8 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.bench.checkpoint_trace import BATCH, DIM, ITERATIONS, StrategyRun, Trace, make_run, play
+from holdfast.bench.checkpoint_tracking import measure_dense_adam, measure_tracking
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
-from holdfast.checkpoint.api import Checkpointer
 from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.stretches import STRETCH_BYTES, run_all, thread_buffer
 from holdfast.kernels.rows import scatter_rows
@@ -66,7 +66,8 @@ def measure(report: Report, *, versions: int, max_rows: int, rounds: int) -> Non
         _others(report, trace, runs["chunked"], Path(folder), (rounds + 1) // 2)
         for one in runs.values():
             one.close()
-    _tracking(report, rounds)
+    measure_tracking(report, rounds)
+    measure_dense_adam(report, versions=max(versions // 10, 5), max_rows=max_rows // 10)
 
 
 def _run_all(report: Report, trace: Trace, folder: Path, versions: int) -> dict[str, StrategyRun]:
@@ -344,45 +345,3 @@ def _others(report: Report, trace: Trace, chunked: StrategyRun, folder: Path, re
         "all bytes, rewriting included",
     )
     report.figure("chunked.written_bytes_per_checkpoint", chunked.written / checkpoints)
-
-
-def _tracking(report: Report, rounds: int) -> None:
-    """The hooks' time against a training step's: DLRM of Kaggle sizes, batch 2048, on all cores."""
-    from holdfast.training.config import load  # noqa: PLC0415
-    from holdfast.training.trainer import Trainer  # noqa: PLC0415
-
-    trainer = Trainer(load(None, ["data.samples=1000000"]))
-    optimizers = {f"optim{number}": optimizer for number, optimizer in enumerate(trainer.optimizers)}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Checkpointer(folder, {"model": trainer.model} | optimizers) as checkpointer,
-    ):
-        bags = list(trainer.model.tables)
-        before = [hook for o in trainer.optimizers for hook in o._optimizer_step_pre_hooks.values()]
-        after = [hook for o in trainer.optimizers for hook in o._optimizer_step_post_hooks.values()]
-        hooks = [next(iter(bag._forward_hooks.values())) for bag in bags]
-        batches = iter(trainer.train_reader.split(0, 1))
-
-        def mark() -> float:
-            ids = [torch.from_numpy(i) for i in next(batches).ids]
-
-            def run() -> None:
-                for hook, bag, i in zip(hooks, bags, ids, strict=True):
-                    hook(bag, (i,), {}, None)
-                for step_hook, optimizer in zip([*before, *after], trainer.optimizers * 2, strict=True):
-                    step_hook(optimizer, (), {})
-
-            return stopwatch(run)
-
-        def step() -> float:
-            batch = next(batches)
-            return stopwatch(lambda: trainer.train_step(batch))
-
-        interleave({"mark": mark, "step": step}, 2)
-        times = interleave({"mark": mark, "step": step}, 5 * rounds)
-        del checkpointer
-    report.raw["tracking"] = times
-    report.figure(
-        "tracking_percent",
-        Spread.of([100 * a / b for a, b in zip(times["mark"], times["step"], strict=True)]),
-    )
