@@ -10,7 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast.kernels.ids import count_marked, decode_gaps, encode_gaps, gaps_bound, mark_rows, marked_rows
+from holdfast.kernels.ids import (
+    count_marked,
+    decode_gaps,
+    encode_gaps,
+    gaps_bound,
+    mark_rows,
+    marked_rows,
+    nonzero_rows,
+)
 from holdfast.kernels.rows import (
     ALL,
     HELP,
@@ -65,6 +73,15 @@ def marked(bits: NDArray[np.uint64]) -> Any:
     found, words = marked_rows(bits, space[:-1], False)
     assert (words, space[-1]) == (len(bits), -1)
     return space[:found].tolist()
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 99))
+def test_rows_with_a_bit_in_them(rows: int, width: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = (rng.random((rows, width)) < 0.5 / width).astype(np.uint8)
+    found = np.empty(rows, np.int64)
+    count = nonzero_rows(values.ctypes.data, width, found)
+    assert found[:count].tolist() == np.flatnonzero(values.any(1)).tolist()
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.integers(0, 700))

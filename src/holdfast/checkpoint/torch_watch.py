@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.checkpoint.torch_tables import LiveTable
 from holdfast.checkpoint.tracker import Tracker
 from holdfast.checkpoint.unseen import why_unseen_rows_change
+from holdfast.kernels.ids import nonzero_rows
 from holdfast.kernels.rows import copy_ranges
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -250,9 +251,7 @@ class Watch:
     def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker) -> None:
         """Mark the rows of a dense gradient, and see whether lookups have told of all of them."""
         name = watched.table.name
-        # By their bits: what is subtracted from a weight of -0 is not the same for both kinds of 0.
-        found = gradient.view(_BITS[gradient.itemsize]) != 0
-        rows = found.flatten(1).any(1).nonzero().reshape(-1).numpy()
+        rows = _rows_of(gradient)
         if not watched.by_gradient and len(rows):
             watched.checks += watched.looked_up
             watched.next_check = watched.steps + (1 if watched.checks < FIRST_CHECKS else CHECK_EVERY)
@@ -355,6 +354,19 @@ def _comes_first(hooks: Mapping[int, Any], mine: int) -> bool:
 def _move(hooks: Any, mine: int, *, last: bool) -> None:
     if mine in hooks:
         hooks.move_to_end(mine, last=last)
+
+
+def _rows_of(gradient: Tensor) -> NDArray[np.int64]:
+    """The rows of a dense gradient that are not 0.
+
+    By their bits: what is subtracted from a weight of -0 is not the same for both kinds of 0.
+    """
+    if gradient.is_contiguous() and gradient.device.type == "cpu":
+        rows = np.empty(len(gradient), np.int64)
+        count = nonzero_rows(gradient.data_ptr(), gradient.nbytes // max(len(gradient), 1), rows)
+        return rows[:count].copy()
+    found = gradient.view(_BITS[gradient.itemsize]) != 0
+    return found.flatten(1).any(1).nonzero().reshape(-1).numpy()
 
 
 def _odd_ones(dense: Sequence[tuple[_Watched, Tensor]], tracker: Tracker) -> list[bool]:

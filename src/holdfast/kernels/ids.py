@@ -71,6 +71,26 @@ def marked_rows(bits, out, clear):
     return found, bits.shape[0]
 
 
+@njit(cache=True, nogil=True)
+def nonzero_rows(address, row_bytes, out):
+    """Write to ``out`` the rows that have a bit set, ascending; how many there are.
+
+    There are as many rows as ``out`` has room for, one behind the other at a memory address.
+    """
+    found = 0
+    words = row_bytes >> 3
+    for row in range(out.shape[0]):
+        begin = address + row * row_bytes
+        bits = np.uint64(0)
+        for word in carray(pointer(begin), words, np.uint64):
+            bits |= word
+        for rest in carray(pointer(begin + 8 * words), row_bytes & 7, np.uint8):
+            bits |= np.uint64(rest)
+        out[found] = row  # overwritten if it does not count
+        found += bits != np.uint64(0)
+    return found
+
+
 _BLOCK = 128  # gaps that share one Rice parameter
 _LARGEST_PARAMETER = 48  # gaps of up to 2**48
 _WORD_BITS = 57  # of the stream, that a word which begins at any byte has at least
