@@ -67,7 +67,7 @@ def measure(report: Report, *, versions: int, max_rows: int, rounds: int) -> Non
         for one in runs.values():
             one.close()
     measure_tracking(report, rounds)
-    measure_dense_adam(report, versions=max(versions // 10, 5), max_rows=max_rows // 10)
+    measure_dense_adam(report, versions=20, max_rows=max_rows // 10)
 
 
 def _run_all(report: Report, trace: Trace, folder: Path, versions: int) -> dict[str, StrategyRun]:
