@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.chunk import OPEN, checksum
 from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, FileEntry, Manifest, Version
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import Store
@@ -41,6 +41,14 @@ class FileChange(Protocol):
     @property
     def updated(self) -> tuple[FileEntry, ...]:
         """What is to be said from now on of files that stay."""
+
+    @property
+    def written(self) -> tuple[tuple[int, int], ...]:
+        """(group, rows) of what is in new files."""
+
+    @property
+    def replaced(self) -> tuple[tuple[int, int, int], ...]:
+        """(version, group, how many) of records that versions from this one on no longer read."""
 
 
 class Catalog:
@@ -141,13 +149,18 @@ class Catalog:
         self, version: Version, groups: Sequence[Group], strategy: str, changes: Iterable[FileChange]
     ) -> None:
         """Make a version exist, with the files of all shards' changes; older ones go by the policy."""
+        changes = list(changes)
         added = [f for change in changes for f in change.added]
         eras = [e for e in self.manifest.eras if e.number != version.era]
         if version.baseline:
-            eras.append(Era(version.era, strategy, [g.to_json() for g in groups], added))
+            era = Era(version.era, strategy, [g.to_json() for g in groups], [], (0,) * len(groups))
         else:
             era = self.manifest.era(version.era)
-            eras.append(msgspec.structs.replace(era, files=[*era.files, *added]))
+        records = _with_written(era.open_records, changes)
+        # What a differential version writes is of no other: nobody reads it after this one.
+        stay = records if all(f.last_died == OPEN for f in added) else era.open_records
+        eras.append(msgspec.structs.replace(era, files=[*era.files, *added], open_records=stay))
+        version = msgspec.structs.replace(version, records=records)
         versions = self._retained([*self.manifest.versions, version])
         self._publish(eras, versions)
 
@@ -157,15 +170,22 @@ class Catalog:
         removed = {name for change in changes for name in change.removed}
         added = [f for change in changes for f in change.added]
         updated = {f.name: f for change in changes for f in change.updated}
+        replaced = [died for change in changes for died in change.replaced]
         eras = []
         for era in self.manifest.eras:
             if era.number == era_number:
                 stay = [updated.get(f.name, f) for f in era.files if f.name not in removed]
-                files = [*stay, *added]
-                eras.append(msgspec.structs.replace(era, files=files))
+                left = _without_replaced(era.open_records, replaced, OPEN)
+                eras.append(msgspec.structs.replace(era, files=[*stay, *added], open_records=left))
             else:
                 eras.append(era)
-        self._publish(eras, self.manifest.versions)
+        versions = [
+            msgspec.structs.replace(v, records=_without_replaced(v.records, replaced, v.version))
+            if v.era == era_number
+            else v
+            for v in self.manifest.versions
+        ]
+        self._publish(eras, versions)
 
     def free_replaced(self) -> None:
         """Publish the same once more, so that the manifest before it does not need replaced files either.
@@ -270,6 +290,30 @@ class Catalog:
             return
         self._stored.difference_update(outdated)
         self._undeleted = []
+
+
+def _with_written(open_records: tuple[int, ...], changes: Sequence[FileChange]) -> tuple[int, ...]:
+    """How many records of each group a new version reads: all that nothing has replaced, and its own."""
+    if not open_records:
+        return ()
+    records = list(open_records)
+    for change in changes:
+        for group, rows in change.written:
+            records[group] += rows
+    return tuple(records)
+
+
+def _without_replaced(
+    records: tuple[int, ...], replaced: Sequence[tuple[int, int, int]], version: int
+) -> tuple[int, ...]:
+    """How many are left for a version, now that files say when some of them died."""
+    if not records:
+        return ()
+    left = list(records)
+    for died, group, count in replaced:
+        if died <= version:
+            left[group] -= count
+    return tuple(left)
 
 
 def _as_it_will_be_read(data: bytes, url: str) -> Manifest:

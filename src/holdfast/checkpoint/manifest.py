@@ -88,6 +88,8 @@ class Version(Struct, frozen=True):
     metadata: dict[str, Any] = {}
     restores: int = 0
     """How often the run that saved it had been restored from a version with quantized rows."""
+    records: tuple[int, ...] = ()
+    """How many records of each group a restore reads, as its writer has counted them; nothing: not known."""
 
 
 class Era(Struct, frozen=True):
@@ -97,6 +99,9 @@ class Era(Struct, frozen=True):
     strategy: str
     groups: list[dict[str, Any]]
     files: list[FileEntry]
+    open_records: tuple[int, ...] = ()
+    """How many records of each group are in its files of which it is not said when they died: what the next
+    version reads of them. Nothing: not known."""
 
     def decoded_groups(self) -> tuple[Group, ...]:
         """The groups as values."""
@@ -205,6 +210,11 @@ def _problem(manifest: Manifest) -> str | None:
         if not last < version.version < OPEN or version.era not in known:
             return f"version {version.version} of era {version.era} after version {last}"
         last = version.version
+    groups = {era.number: len(era.groups) for era in manifest.eras}
+    counts = [(v.era, v.records) for v in manifest.versions]
+    for number, records in (*counts, *((era.number, era.open_records) for era in manifest.eras)):
+        if records and (len(records) != groups[number] or not 0 <= min(records) <= max(records) < 1 << 62):
+            return f"a number of records that cannot be, in era {number}"
     for era in manifest.eras:
         for f in era.files:
             whole = (f.bytes, f.header_bytes, f.shard, f.first_rank, f.first_born, f.rows)

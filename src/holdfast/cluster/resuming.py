@@ -126,7 +126,7 @@ def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, vers
         check_fit(plan, reader.groups, tree)
         # What the version itself says: an older one than the job goes on from may be of other servers.
         if job_state(tree, reader.version, store.url).has_servers_of(plan):
-            reader.files = [f for f in reader.files if f.entry.shard == shards[0].server]
+            reader.keep_shard(shards[0].server)
         reader.read_rows(put)
         network = network_records(plan, tree)
         if network is not None:

@@ -81,7 +81,8 @@ class TwoD:
             return None  # chunks that are not needed are found again, and marked, with the next change
         files = self._rewrite(store, version, rewritten, taken, kept_versions)
         removed, updated = self._what_stays(gone | {chunk.key for chunk in rewritten})
-        return Change(version, "round", files, removed, updated)
+        replaced = tuple((version, key[0], int(np.count_nonzero(mask))) for key, mask in taken.items())
+        return Change(version, "round", files, removed, updated, replaced)
 
     def resume(self, store: Store, era: Era) -> None:
         """Rebuild the list from the files of an era: row 0's ids are read, of other rows the headers only."""
