@@ -233,7 +233,8 @@ class Catalog:
             for name, since in before.retired
             if abs(now - since) >= self.deletion_delay_seconds and name not in needed
         ]
-        retired = [(n, since) for n, since in before.retired if n not in needed and n not in set(due)]
+        gone = needed.union(due)
+        retired = [(n, since) for n, since in before.retired if n not in gone]
         retired += [(n, now) for n in sorted(before.file_names() - needed)]
         complete = self._publish_next(msgspec.structs.replace(draft, retired=retired))
         self._previous, self.manifest = before, complete

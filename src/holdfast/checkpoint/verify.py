@@ -72,7 +72,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A file to check: ``members[begin:end]`` are the versions asked for that need it."""
+    """A file to check: ``count.versions[begin:end]`` are the versions asked for that need it."""
 
     entry: FileEntry | DenseEntry
     groups: tuple[Group, ...]
@@ -80,10 +80,10 @@ class _Job:
     begin: int
     end: int
 
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        """The versions asked for that need it."""
-        return tuple(self.count.versions[self.begin : self.end].tolist())
+    def span(self, finding: _Finding) -> tuple[int, int]:
+        """Where in ``count.versions`` those begin and end that a finding is about."""
+        begin, end = np.searchsorted(self.count.versions, (finding.born, finding.died)).tolist()
+        return max(begin, self.begin), min(end, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,7 @@ def verify_versions(
                 findings[name] = [_Finding("it is missing", 0, chunk.OPEN)]
             break
         manifest = newer  # it has been replaced since; the rest need not be read again
-    damaged_files = _damaged_files(store, _plan(manifest, wanted, counts, stored_bytes), findings)
-    damaged = {version for file in damaged_files for version in file.versions}
+    damaged_files, damaged = _damaged_files(store, _plan(manifest, wanted, counts, stored_bytes), findings)
     incomplete = _incomplete(store, manifest, counts, damaged)
     damaged |= {version for one in incomplete for version in one.versions}
     present = {v.version for v in manifest.versions}
@@ -284,18 +283,29 @@ def _check_ids(
 
 def _damaged_files(
     store: Store, jobs: Sequence[_Job], findings: dict[str, list[_Finding]]
-) -> tuple[DamagedFile, ...]:
+) -> tuple[tuple[DamagedFile, ...], set[int]]:
+    """The files with something wrong, and all versions that cannot be restored for one of them."""
     found: list[DamagedFile] = []
+    damaged: set[int] = set()
+    shared: dict[
+        tuple[EraCount, tuple[tuple[int, int], ...]], tuple[int, ...]
+    ] = {}  # many files may harm the same versions
     for job in jobs:
         parts = findings.get(job.entry.name)
         if parts:
-            harmed = tuple(v for v in job.wanted if any(p.born <= v < p.died for p in parts))
+            spans = tuple(sorted({job.span(part) for part in parts}))
+            if (job.count, spans) not in shared:
+                mask = np.zeros(len(job.count.versions), np.bool_)
+                for begin, end in spans:
+                    mask[begin:end] = True
+                shared[job.count, spans] = tuple(job.count.versions[mask].tolist())
+                damaged.update(shared[job.count, spans])
             # The messages name the file for those who see nothing else; here its name stands before them.
             problem = (
                 parts[0].problem.removeprefix(f"{store.url}: {job.entry.name}").removeprefix(":").strip()
             )
-            found.append(DamagedFile(job.entry.name, problem, harmed))
-    return tuple(found)
+            found.append(DamagedFile(job.entry.name, problem, shared[job.count, spans]))
+    return tuple(found), damaged
 
 
 def _incomplete(
