@@ -25,12 +25,24 @@ LAYERS = [
     {"events"},
     {"options", "recipe", "screen"},
     {"errors"},
+    {"redaction"},
     {"_version"},
 ]
 RANK = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
 
 # Rooms whose processes must start quickly and stay small.
-WITHOUT_TORCH = {"data", "tables", "coding", "policy", "kernels", "events", "options", "recipe", "errors"}
+WITHOUT_TORCH = {
+    "data",
+    "tables",
+    "coding",
+    "policy",
+    "kernels",
+    "events",
+    "options",
+    "recipe",
+    "errors",
+    "redaction",
+}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

@@ -29,9 +29,17 @@ found, and the cure. Anything else that escapes is a bug in Holdfast.
 
 from __future__ import annotations
 
+from holdfast.redaction import redact
+
 
 class HoldfastError(Exception):
-    """The root: ``except HoldfastError`` catches all that Holdfast raises on purpose."""
+    """The root: ``except HoldfastError`` catches all that Holdfast raises on purpose.
+
+    Passwords in URLs are taken out of its message.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class CheckpointError(HoldfastError):
@@ -151,4 +159,4 @@ class UnsafeName(StoreError):
 
 def message_of(error: BaseException) -> str:
     """What to say of any error: those of Holdfast are sentences, of others the kind must be named, too."""
-    return str(error) if isinstance(error, HoldfastError) else repr(error)
+    return str(error) if isinstance(error, HoldfastError) else redact(repr(error))

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from holdfast.redaction import redacted
+
 log = logging.getLogger("holdfast.events")
 
 
@@ -38,6 +40,8 @@ class EventLog:
     def emit(self, event: str, /, **figures: Any) -> None:
         """Write one event with its figures: numbers, strings, lists, dicts; none of the names above.
 
+        Passwords in them are replaced by ``***``.
+
         What cannot be written, on a full disk say, is left out: training does not need it. A warning says so
         once.
         """
@@ -47,7 +51,7 @@ class EventLog:
         line = {"time": time.time(), "seconds": round(seconds, 6), "event": event}
         if line.keys() & figures.keys():
             raise ValueError(f"event {event}: {', '.join(line.keys() & figures.keys())} are the log's own")
-        line |= figures
+        line |= redacted(figures)
         try:
             self._file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:

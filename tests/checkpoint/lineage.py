@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.dense import encode_tree
 from holdfast.checkpoint.live import LiveTables
 from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.manifest import Manifest, Version, read_newest
@@ -150,7 +151,8 @@ class Lineage:
 
 
 def dense(step: int) -> bytes:
-    return f"after step {step}".encode()
+    """A file of dense state, as a trainer's would be."""
+    return b"".join(bytes(part) for part in encode_tree({"after step": step}))
 
 
 def check_version(

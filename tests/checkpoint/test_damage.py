@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpoint.manifest import Manifest, read_newest
+from holdfast.checkpoint.delta import export_delta
+from holdfast.checkpoint.export import export_dcp, export_model, restore_file
+from holdfast.checkpoint.manifest import FileEntry, Manifest, encode, name_of, read_newest
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import rounds
+from holdfast.checkpoint.verify import verify_versions
 from holdfast.errors import CorruptCheckpoint, StoreError
 from holdfast.events import EventLog, read_events
 from tests.checkpoint.lineage import Lineage, QuickFiles, check_version
@@ -320,3 +324,120 @@ def test_all_versions_damaged(tmp_path: Path) -> None:
     with hf.Checkpointer(run.path, objects) as ckpt:
         assert ckpt.restore() == 2
     assert other.weight.tolist() == table.weight.tolist()
+
+
+def forge(path: Path, change: Callable[[Manifest], Manifest]) -> None:
+    """Publish another manifest in the place of the newest, its checksum in order."""
+    with LocalStore(path, create=False) as store:
+        forged = change(read_newest(store))
+    (path / name_of(forged.number)).write_bytes(encode(forged))
+
+
+def with_files(manifest: Manifest, keep: Callable[[FileEntry], bool]) -> Manifest:
+    eras = [msgspec.structs.replace(era, files=[f for f in era.files if keep(f)]) for era in manifest.eras]
+    return msgspec.structs.replace(manifest, eras=eras)
+
+
+def with_tables(manifest: Manifest, change: Callable[[list[Any]], list[Any]]) -> Manifest:
+    eras = [
+        msgspec.structs.replace(
+            era, groups=[group | {"tables": change(group["tables"])} for group in era.groups]
+        )
+        for era in manifest.eras
+    ]
+    return msgspec.structs.replace(manifest, eras=eras)
+
+
+def test_a_manifest_that_leaves_rows_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest increments are not named: the version is passed over, before a row is overwritten."""
+    caplog.set_level(logging.WARNING)
+    run = Run(tmp_path / "store")
+    forge(run.path, lambda manifest: with_files(manifest, lambda f: f.first_born < 5))
+    table, objects = make()
+    before = table.weight.tolist()
+    with hf.Checkpointer(run.path, objects, hf.Policy(strategy="incremental")) as ckpt:
+        with pytest.raises(
+            hf.CorruptCheckpoint, match=r"version 5 .*incomplete: 3 records are missing: .*m\.weight"
+        ):
+            ckpt.restore(5)
+        assert table.weight.tolist() == before
+        assert ckpt.restore() == 4
+        assert table.weight.tolist() == run.truth[4]
+        train(table, objects, 7)
+        assert ckpt.save(7) == 6
+    assert "version 5 cannot be restored" in caplog.text
+    other, objects = make()
+    with hf.Checkpointer(run.path, objects) as ckpt:
+        assert ckpt.restore() == 8
+    assert other.weight.tolist() == table.weight.tolist()
+
+
+def test_rows_of_the_full_version_are_left_out(tmp_path: Path) -> None:
+    """No version has all rows: each that is asked for says how many of which table."""
+    run = Run(tmp_path / "store")
+    forge(run.path, lambda manifest: with_files(manifest, lambda f: f.kind != "baseline"))
+    table, objects = make()
+    before = table.weight.tolist()
+    with hf.Checkpointer(run.path, objects) as ckpt:
+        with pytest.raises(
+            hf.CorruptCheckpoint,
+            match=r"no version .*version 5 .*incomplete: at least \d+ rows are missing: some of the 40 rows "
+            r"of table m\.weight .*version 1 .*incomplete: at least 40 rows are missing",
+        ):
+            ckpt.restore()
+        assert table.weight.tolist() == before
+    with LocalStore(run.path, create=False) as store:
+        found = {number: one.problem for one in verify_versions(store).incomplete for number in one.versions}
+    assert list(found) == [1, 2, 3, 4, 5]
+    assert (
+        found[1]
+        == "is incomplete: 40 rows are missing: 40 of the 40 rows of table m.weight (between rows 0 and 39)"
+    )
+    assert found[2].startswith("is incomplete: 37 rows are missing: 37 of the 40 rows of table m.weight")
+    assert found[5].startswith("is incomplete: 31 rows are missing: ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tables: [],
+        lambda tables: [[name, rows - 1] for name, rows in tables],
+        lambda tables: [[f"other.{name}", rows] for name, rows in tables],
+    ],
+    ids=["missing", "shorter", "renamed"],
+)
+def test_tables_that_the_manifest_lacks(tmp_path: Path, change: Callable[[list[Any]], list[Any]]) -> None:
+    """The dense part says what tables there are: the manifest is damaged, not the model another."""
+    run = Run(tmp_path / "store")
+    forge(run.path, lambda manifest: with_tables(manifest, change))
+    table, objects = make()
+    before = table.weight.tolist()
+    with hf.Checkpointer(run.path, objects) as ckpt:
+        with pytest.raises(hf.CorruptCheckpoint):
+            ckpt.restore()
+        with pytest.raises(hf.CorruptCheckpoint):
+            ckpt.restore(1)
+        assert table.weight.tolist() == before
+    with LocalStore(run.path, create=False) as store:
+        report = verify_versions(store)
+        assert not report.good
+        assert report.damaged == (1, 2, 3, 4, 5)
+
+
+def test_exports_of_what_lacks_rows(tmp_path: Path) -> None:
+    run = Run(tmp_path / "store")
+    forge(run.path, lambda manifest: with_files(manifest, lambda f: f.first_born != 3))
+    with LocalStore(run.path, create=False) as store:
+        out = tmp_path / "out"
+        writes: list[Callable[[], object]] = [
+            lambda: restore_file(store, 5, out),
+            lambda: export_model(store, 4, out),
+            lambda: export_dcp(store, 3, out),
+            lambda: export_delta(store, 1, 5, out),
+            lambda: export_delta(store, 4, 2, out),
+        ]
+        for write in writes:
+            with pytest.raises(CorruptCheckpoint, match="missing"):
+                write()
+            assert not out.exists()
+        export_delta(store, 1, 2, out)

@@ -97,3 +97,18 @@ def test_sets_of_any_size(rows: int) -> None:
     chosen.add_range(0, rows)
     assert len(chosen) == rows
     assert chosen.ids().tolist() == list(range(rows))
+
+
+@given(st.sets(st.integers(0, 299)), st.integers(0, 300), st.integers(0, 300))
+def test_neighbours_are_put_in_and_looked_for_word_by_word(ids: set[int], one: int, other: int) -> None:
+    first, behind = sorted((one, other))
+    rows = RowSet(300)
+    rows.add(np.array(sorted(ids), np.int64))
+    if first < behind:
+        lacking = [i for i in range(first, behind) if i not in ids]
+        assert rows.gaps(first, behind - first) == (
+            (lacking[0], lacking[-1], len(lacking)) if lacking else (first, first, 0)
+        )
+    rows.add_range(first, behind - first)
+    assert rows.ids().tolist() == sorted(ids | set(range(first, behind)))
+    assert first == behind or rows.gaps(first, behind - first)[2] == 0

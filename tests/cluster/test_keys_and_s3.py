@@ -12,7 +12,7 @@ import pytest
 import holdfast as hf
 from holdfast.checkpoint.manifest import read_newest
 from holdfast.checkpoint.store import open_store
-from holdfast.cluster.keys import make_keys
+from holdfast.cluster.keys import load_keys, make_keys
 from holdfast.cluster.progress import JobProgress
 from holdfast.events import read_events
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server
@@ -75,3 +75,7 @@ def test_a_job_with_keys_goes_on_from_an_object_store(
     assert (second.steps, second.samples) == (400, 40_000)
     assert min(second.versions) > max(first.versions)
     assert second.records == twin_of(whole, servers=2).records()
+    secrets = [SECRET_KEY.encode(), load_keys(tmp_path / "keys").secret.encode()]
+    for folder in ("first", "second"):
+        for path in (path for path in (tmp_path / folder).rglob("*") if path.is_file()):
+            assert not any(secret in path.read_bytes() for secret in secrets), path

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import holdfast as hf
+from holdfast.checkpoint.manifest import encode, name_of, read_newest
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cli import main
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.checkpoint.test_checkpointer import Run
@@ -131,6 +135,30 @@ def test_a_damaged_chunk(folder: Path, quick: Command) -> None:
     refused = quick("restore", "store", "--out", "x.safetensors", cwd=folder)
     assert refused.returncode == 1
     assert chunk.name in refused.stderr
+    assert not (folder / "x.safetensors").exists()
+
+
+def test_a_manifest_that_leaves_rows_out(folder: Path, quick: Command) -> None:
+    """Named: the version, how many rows of which table, and where they are."""
+    with LocalStore(folder / "store", create=False) as store:
+        manifest = read_newest(store)
+    eras = [
+        msgspec.structs.replace(era, files=[f for f in era.files if f.kind != "baseline"])
+        for era in manifest.eras
+    ]
+    forged = encode(msgspec.structs.replace(manifest, eras=eras))
+    (folder / "store" / name_of(manifest.number)).write_bytes(forged)
+    done = quick("verify", "store", cwd=folder)
+    assert done.returncode == 1
+    assert re.search(
+        r"damaged version 1 is incomplete: 453 rows are missing: 50 of the 50 rows of table "
+        r"model.tables.0.weight \(between rows 0 and 49\), 400 of",
+        done.stdout,
+    )
+    assert "damaged: versions 1 to 6" in done.stdout
+    refused = quick("restore", "store", "--out", "x.safetensors", cwd=folder)
+    assert refused.returncode == 1
+    assert "rows are missing" in refused.stderr
     assert not (folder / "x.safetensors").exists()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.manifest import encode, name_of, read_newest
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.resuming import find_resume, restore_rows, roll_back
@@ -81,3 +81,25 @@ def test_an_older_version_may_be_of_other_servers(tmp_path: Path) -> None:
     real = rows < 60
     found = shards[0].field("weight")[real, 0]
     np.testing.assert_array_equal(found, counts(plan, range(20))[0][rows[real]])
+
+
+def test_a_version_that_lacks_rows_is_passed_over(tmp_path: Path) -> None:
+    """A file of one server is not named: no job goes on from the version, no server goes back to it."""
+    finish(plan_in(tmp_path, "a", servers=3, dense="workers"), 20)
+    finish(plan_in(tmp_path, "b", servers=3, dense="workers"), 40)
+    plan = replace(plan_in(tmp_path, "c", servers=3, dense="workers"), partial="partial")
+    with LocalStore(str(tmp_path), create=False) as store:
+        manifest = read_newest(store)
+        newest = manifest.versions[-1]
+        era = manifest.era(newest.era)
+        lost = next(f for f in era.files if f.shard == 1 and f.first_born == newest.version and f.rows)
+        assert lost.kind == "increment"
+        era = replace(era, files=[f for f in era.files if f.name != lost.name])
+        others = [e for e in manifest.eras if e.number != era.number]
+        (tmp_path / name_of(manifest.number)).write_bytes(encode(replace(manifest, eras=[*others, era])))
+        resume = find_resume(plan)
+        assert resume is not None
+        assert resume.version < newest.version
+        assert any(f"version {newest.version} " in p and "missing" in p for p in resume.problems)
+        later = replace(plan, resume=replace(resume, version=newest.version + 1))
+        assert roll_back(later, shards_of(plan, 1), store).version == resume.version

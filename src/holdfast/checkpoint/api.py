@@ -33,6 +33,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.coverage import check_places
 from holdfast.checkpoint.dense import decode_tree, encode_tree
 from holdfast.checkpoint.live import LiveTables
 from holdfast.checkpoint.loader import RowLoader
@@ -358,7 +359,9 @@ class Checkpointer:
             where = f"{self.store.url}: {version.dense.name} (version {version.version})"
             tree = decode_tree(reader.dense(), where)
             # What can be told to be wrong is told before anything is overwritten.
+            reader.check_complete()
             with _taken_for_damage(where):
+                check_places(tree, reader.groups, where)
                 objects.check_dense(tree)
             objects.prepare(reader.groups)
             text = f"restoring version {version.version}"

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from holdfast.checkpoint.chunk import Index, NewPiece, Piece, check_piece, decode_index, encode_file
+from holdfast.checkpoint.chunk import Index, NewPiece, Piece, encode_file
 from holdfast.checkpoint.manifest import FileEntry, FileKind
 from holdfast.checkpoint.records import Group, RowIds, Rows
 from holdfast.checkpoint.store import Store
@@ -39,11 +39,18 @@ class Change:
     """Files of which nothing is needed any more."""
     updated: tuple[FileEntry, ...] = ()
     """What is to be said from now on of files that stay, of which fewer pieces are needed."""
+    replaced: tuple[tuple[int, int, int], ...] = ()
+    """(version, group, how many) of records of which the files now say that they died in that version."""
 
     @property
     def added(self) -> tuple[FileEntry, ...]:
         """What the manifest must say of the new files."""
         return tuple(f.entry for f in self.files)
+
+    @property
+    def written(self) -> tuple[tuple[int, int], ...]:
+        """(group, rows) of each piece that was written."""
+        return tuple((piece.group, piece.rows) for file in self.files for piece in file.pieces)
 
     @property
     def bytes(self) -> int:
@@ -131,7 +138,4 @@ def read_indexes(store: Store, entry: FileEntry, groups: Sequence[Group]) -> Ite
     opened = open_file(store, entry, groups)
     with opened.reader:
         for piece in opened.pieces:
-            data = np.empty(piece.index_length, np.uint8)
-            opened.reader.read_into([(entry.header_bytes + piece.offset, len(data))], data.data)
-            check_piece(piece, data, opened.where)
-            yield piece.group, decode_index(piece, data, opened.where)
+            yield piece.group, opened.read_index(piece)

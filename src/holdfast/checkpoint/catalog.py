@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.chunk import OPEN, checksum
 from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, FileEntry, Manifest, Version
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import Store
@@ -42,6 +42,14 @@ class FileChange(Protocol):
     @property
     def updated(self) -> tuple[FileEntry, ...]:
         """What is to be said from now on of files that stay."""
+
+    @property
+    def written(self) -> tuple[tuple[int, int], ...]:
+        """(group, rows) of what is in new files."""
+
+    @property
+    def replaced(self) -> tuple[tuple[int, int, int], ...]:
+        """(version, group, how many) of records that versions from this one on no longer read."""
 
 
 class Catalog:
@@ -150,13 +158,18 @@ class Catalog:
 
         ``unverified``: see ``flag_versions``.
         """
+        changes = list(changes)
         added = [f for change in changes for f in change.added]
         eras = [e for e in self.manifest.eras if e.number != version.era]
         if version.baseline:
-            eras.append(Era(version.era, strategy, [g.to_json() for g in groups], added))
+            era = Era(version.era, strategy, [g.to_json() for g in groups], [], (0,) * len(groups))
         else:
             era = self.manifest.era(version.era)
-            eras.append(msgspec.structs.replace(era, files=[*era.files, *added]))
+        records = _with_written(era.open_records, changes)
+        # What a differential version writes is of no other: nobody reads it after this one.
+        stay = records if all(f.last_died == OPEN for f in added) else era.open_records
+        eras.append(msgspec.structs.replace(era, files=[*era.files, *added], open_records=stay))
+        version = msgspec.structs.replace(version, records=records)
         versions = self._retained(_flagged([*self.manifest.versions, version], unverified))
         self._publish(eras, versions)
 
@@ -170,15 +183,22 @@ class Catalog:
         removed = {name for change in changes for name in change.removed}
         added = [f for change in changes for f in change.added]
         updated = {f.name: f for change in changes for f in change.updated}
+        replaced = [died for change in changes for died in change.replaced]
         eras = []
         for era in self.manifest.eras:
             if era.number == era_number:
                 stay = [updated.get(f.name, f) for f in era.files if f.name not in removed]
-                files = [*stay, *added]
-                eras.append(msgspec.structs.replace(era, files=files))
+                left = _without_replaced(era.open_records, replaced, OPEN)
+                eras.append(msgspec.structs.replace(era, files=[*stay, *added], open_records=left))
             else:
                 eras.append(era)
-        self._publish(eras, self.manifest.versions)
+        versions = [
+            msgspec.structs.replace(v, records=_without_replaced(v.records, replaced, v.version))
+            if v.era == era_number
+            else v
+            for v in self.manifest.versions
+        ]
+        self._publish(eras, versions)
 
     def free_replaced(self) -> None:
         """Publish the same once more, so that the manifest before it does not need replaced files either.
@@ -226,7 +246,8 @@ class Catalog:
             for name, since in before.retired
             if abs(now - since) >= self.deletion_delay_seconds and name not in needed
         ]
-        retired = [(n, since) for n, since in before.retired if n not in needed and n not in set(due)]
+        gone = needed.union(due)
+        retired = [(n, since) for n, since in before.retired if n not in gone]
         retired += [(n, now) for n in sorted(before.file_names() - needed)]
         complete = self._publish_next(msgspec.structs.replace(draft, retired=retired))
         self._previous, self.manifest = before, complete
@@ -289,6 +310,30 @@ def _flagged(versions: Iterable[Version], unverified: Mapping[int, str]) -> list
     return [
         msgspec.structs.replace(v, unverified=v.unverified or unverified.get(v.version, "")) for v in versions
     ]
+
+
+def _with_written(open_records: tuple[int, ...], changes: Sequence[FileChange]) -> tuple[int, ...]:
+    """How many records of each group a new version reads: all that nothing has replaced, and its own."""
+    if not open_records:
+        return ()
+    records = list(open_records)
+    for change in changes:
+        for group, rows in change.written:
+            records[group] += rows
+    return tuple(records)
+
+
+def _without_replaced(
+    records: tuple[int, ...], replaced: Sequence[tuple[int, int, int]], version: int
+) -> tuple[int, ...]:
+    """How many are left for a version, now that files say when some of them died."""
+    if not records:
+        return ()
+    left = list(records)
+    for died, group, count in replaced:
+        if died <= version:
+            left[group] -= count
+    return tuple(left)
 
 
 def _as_it_will_be_read(data: bytes, url: str) -> Manifest:

@@ -328,22 +328,9 @@ class Index:
     born: Versions
     died: Versions
 
-
-@dataclass(frozen=True, slots=True)
-class DecodedPiece:
-    """A piece's records, with the versions of birth and death of each."""
-
-    piece: Piece
-    rows: Rows
-    born: Versions
-    died: Versions
-
-    def positions_at(self, version: int, born_after: int = 0) -> NDArray[np.int64] | None:
-        """Where the records are that belong to a version, of those born after another; None if all are."""
-        piece = self.piece
-        if born_after < piece.first_born and piece.last_born <= version and piece.first_died > version:
-            return None
-        positions = np.empty(piece.rows, np.int64)
+    def positions_at(self, version: int, born_after: int = 0) -> NDArray[np.int64]:
+        """Where the records are that belong to a version, of those born after another."""
+        positions = np.empty(len(self.ids), np.int64)
         born, died = self.born, self.died
         found = living_rows(
             born.above,
@@ -354,6 +341,28 @@ class DecodedPiece:
             positions,
         )
         return positions[:found]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedPiece:
+    """A piece's records, with the versions of birth and death of each."""
+
+    piece: Piece
+    rows: Rows
+    born: Versions
+    died: Versions
+
+    @property
+    def index(self) -> Index:
+        """Without the records."""
+        return Index(self.rows.ids, self.born, self.died)
+
+    def positions_at(self, version: int, born_after: int = 0) -> NDArray[np.int64] | None:
+        """Where the records are that belong to a version, of those born after another; None if all are."""
+        piece = self.piece
+        if born_after < piece.first_born and piece.last_born <= version and piece.first_died > version:
+            return None
+        return self.index.positions_at(version, born_after)
 
     def at(self, version: int, born_after: int = 0) -> Rows:
         """The records that belong to a version, of those that were born after another."""

@@ -110,10 +110,10 @@ def export_delta(
         name = choose_object(tree, object_name)
         tensors, aliases = row_tensors(reader.groups, places_of(tree["objects"][name]))
         wanted = _wanted(reader.groups, tensors, all_fields=all_fields)
-        with (
-            open_version(store, since) as older,
-            _changes(older, reader, wanted, out) as found,
-        ):
+        with open_version(store, since) as older, contextlib.ExitStack() as stack:
+            for one in (older, reader):
+                one.check_complete()  # of what did not change nothing is read, so nothing is counted
+            found = stack.enter_context(_changes(older, reader, wanted, out))
             metadata = {
                 "holdfast": "delta 1",
                 "object": name,

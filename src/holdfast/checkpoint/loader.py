@@ -26,6 +26,7 @@ class _RawRows:
 
     def __init__(self) -> None:
         self._marked: dict[int, RowSet] = {}
+        self._found: dict[int, RowSet] = {}
         self._lock = threading.Lock()
 
     def note(self, number: int, group: Group, rows: Rows, positions: RowIds | None) -> Flags | None:
@@ -52,7 +53,21 @@ class _RawRows:
         if group not in self._marked:
             return np.empty(0, np.int64)
         where = np.arange(len(rows)) if positions is None else positions
-        return where[self._marked[group].contains(rows.ids[where])]
+        where = where[self._marked[group].contains(rows.ids[where])]
+        with self._lock:
+            if group not in self._found:
+                self._found[group] = RowSet(self._marked[group].rows)
+            self._found[group].add(rows.ids[where])
+        return where
+
+    def missing(self) -> dict[int, RowIds]:
+        """By group, rows that are marked and have no raw record, now that all have been handed on."""
+        lacking: dict[int, RowIds] = {}
+        for group, marked in self._marked.items():
+            ids = marked.ids()
+            found = self._found.get(group)
+            lacking[group] = ids if found is None else ids[~found.contains(ids)]
+        return {group: ids for group, ids in lacking.items() if len(ids)}
 
 
 class Decoder:
@@ -77,6 +92,10 @@ class Decoder:
         rows = rows if positions is None else rows.take(positions)
         if len(rows):
             self._sink(number, decode_rows(group, rows) if group.is_coded else rows)
+
+    def missing_raw(self) -> dict[int, RowIds]:
+        """By group, rows that are kept raw and have not come, now that all have been handed on."""
+        return self._raw.missing()
 
 
 class RowLoader:
@@ -105,3 +124,7 @@ class RowLoader:
             self.tables.scatter(number, rows, positions, [field.codec for field in group.fields])
         else:
             self.tables.scatter(number, rows, positions)
+
+    def missing_raw(self) -> dict[int, RowIds]:
+        """By group, rows that are kept raw and have not come, now that all have been written."""
+        return self._raw.missing()

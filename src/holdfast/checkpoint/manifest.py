@@ -12,7 +12,8 @@ need them by when their rows were born and died; see ``chunk.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -90,6 +91,8 @@ class Version(Struct, frozen=True):
     """How often the run that saved it had been restored from a version with quantized rows."""
     unverified: str = ""
     """Why it may lack changes of rows: they were found to have changed unseen, after it was saved."""
+    records: tuple[int, ...] = ()
+    """How many records of each group a restore reads, as its writer has counted them; nothing: not known."""
 
 
 class Era(Struct, frozen=True):
@@ -99,6 +102,9 @@ class Era(Struct, frozen=True):
     strategy: str
     groups: list[dict[str, Any]]
     files: list[FileEntry]
+    open_records: tuple[int, ...] = ()
+    """How many records of each group are in its files of which it is not said when they died: what the next
+    version reads of them. Nothing: not known."""
 
     def decoded_groups(self) -> tuple[Group, ...]:
         """The groups as values."""
@@ -212,6 +218,22 @@ def _problem(manifest: Manifest) -> str | None:
             whole = (f.bytes, f.header_bytes, f.shard, f.first_rank, f.first_born, f.rows)
             if not 0 <= min(whole) <= max(whole) < 1 << 62 or f.first_born > OPEN or f.last_died > OPEN:
                 return f"{f.name!r} has a number that cannot be"
+    return _problem_of_records(manifest) or _problem_of_names(manifest)
+
+
+def _problem_of_records(manifest: Manifest) -> str | None:
+    groups = {era.number: len(era.groups) for era in manifest.eras}
+    counts = [(v.era, v.records) for v in manifest.versions]
+    for number, records in (*counts, *((era.number, era.open_records) for era in manifest.eras)):
+        if records and (len(records) != groups[number] or not 0 <= min(records) <= max(records) < 1 << 62):
+            return f"era {number} has a number of records that cannot be"
+    return None
+
+
+def _problem_of_names(manifest: Manifest) -> str | None:
+    listed = [f.name for era in manifest.eras for f in era.files]
+    if len(set(listed)) != len(listed):
+        return "it names a file twice"
     names = manifest.file_names() | {name for name, _ in manifest.retired}
     # Names are opened, and deleted when nobody needs them: only those that a writer chooses may be here.
     bad = next((n for n in names if not (is_name(n) and n.startswith(DATA_FOLDERS))), None)
@@ -303,8 +325,14 @@ def without_unneeded_files(eras: Iterable[Era], versions: Iterable[Version]) -> 
     for version in versions:
         by_era.setdefault(version.era, []).append(version.version)
     for era in eras:
-        wanted = by_era.get(era.number, [])
+        wanted = sorted(by_era.get(era.number, []))
         if wanted:
-            files = [f for f in era.files if any(f.first_born <= v < f.last_died for v in wanted)]
+            files = [f for f in era.files if is_needed(f.first_born, f.last_died, wanted)]
             kept.append(msgspec.structs.replace(era, files=files))
     return kept
+
+
+def is_needed(born: int, died: int, versions: Sequence[int]) -> bool:
+    """Whether one of the versions (ascending) reads what was born and died in these."""
+    at = bisect_left(versions, born)
+    return at < len(versions) and versions[at] < died

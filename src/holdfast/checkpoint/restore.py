@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint import chunk
 from holdfast.checkpoint.chunk import DecodedPiece, Piece
+from holdfast.checkpoint.coverage import Coverage
 from holdfast.checkpoint.loader import Decoder, RowLoader, Sink
 from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
 from holdfast.checkpoint.records import Group
@@ -46,6 +47,7 @@ from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 MOST_OPEN = 256
 """Files of a version that are held open: a quarter of what a process may have in all, as a rule."""
 _AHEAD = 3
+_MOST_COUNTED = 1 << 28  # rows
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
 
@@ -82,6 +84,7 @@ class VersionReader:
         """As ``read_rows`` hands them on."""
         self.bytes_read = 0
         self.pieces_read = 0
+        self._is_whole = True
         self._stack = ExitStack()
         self.files: list[OpenFile] = []
         most_open = min(MOST_OPEN, _open_files_limit() // 4)
@@ -97,6 +100,11 @@ class VersionReader:
         except BaseException:
             self._stack.close()
             raise
+
+    def keep_shard(self, number: int) -> None:
+        """Read one shard's files alone. Whether rows are missing is up to the caller then."""
+        self.files = [file for file in self.files if file.entry.shard == number]
+        self._is_whole = False
 
     def pieces(self, *, baseline: bool = True, born_after: int = 0) -> list[tuple[OpenFile, Piece]]:
         """All pieces that the version needs, in the order in which they are to be applied.
@@ -148,15 +156,66 @@ class VersionReader:
         ``baseline=False`` leaves out the rows of the era's full version: only what changed since.
         ``born_after`` leaves out what was written for that version of the era or an earlier one.
         ``on_progress`` is told how many bytes have been handed on.
+
+        Raises CorruptCheckpoint if rows are missing: before the first is handed on where headers tell, else
+        after the last. What is left out by the arguments is not counted.
         """
         pieces = self.pieces(baseline=baseline, born_after=born_after)
+        all_of_it = baseline and not born_after and self._is_whole
+        coverage = self._check_headers(pieces) if all_of_it else None
         if isinstance(sink, RowLoader):
-            self._load(sink, pieces, born_after, on_progress)
-            return
-        decoder = Decoder(sink)
+            target: RowLoader | Decoder = sink
+            self._load(sink, pieces, born_after, on_progress, coverage)
+        else:
+            target = Decoder(sink)
+            self._hand_on(target, pieces, born_after, on_progress, coverage)
+        if coverage is not None:
+            coverage.finish()
+        for number, ids in target.missing_raw().items():
+            tables = self.groups[number].tables
+            raise CorruptCheckpoint(
+                f"{self._where} is incomplete: {len(ids):,} raw rows are missing, of which the first is row "
+                f"{ids[0]} of the group of table {tables[0].name}"
+            )
+
+    def check_complete(self) -> None:
+        """Raise CorruptCheckpoint if headers tell that rows are missing. Reads nothing."""
+        self._check_headers(self.pieces())
+
+    def count_rows(self) -> None:
+        """Raise CorruptCheckpoint if rows are missing. Reads no records, only row ids where it has to."""
+        pieces = self.pieces()
+        # One bit for each row. With more rows than its files could hold, the headers have to do.
+        most_rows = max(_MOST_COUNTED, sum(file.entry.bytes for file in self.files))
+        coverage = self._check_headers(pieces, at_most=most_rows)
+        for file, piece in pieces:
+            if coverage.wants(piece):
+                index = file.read_index(piece)
+                coverage.note(piece, index.ids, index.positions_at(self.version.version))
+        coverage.finish()
+
+    @property
+    def _where(self) -> str:
+        return f"version {self.version.version} of {self.store.url}"
+
+    def _check_headers(self, pieces: Sequence[tuple[OpenFile, Piece]], at_most: int = 0) -> Coverage:
+        coverage = Coverage(self.version, self.stored_groups, (piece for _, piece in pieces), self._where)
+        coverage.check(at_most=at_most)
+        return coverage
+
+    def _hand_on(
+        self,
+        decoder: Decoder,
+        pieces: Sequence[tuple[OpenFile, Piece]],
+        born_after: int,
+        on_progress: Callable[[int], None],
+        coverage: Coverage | None,
+    ) -> None:
         done = 0
         for decoded in (piece for part in self._split(pieces) for piece in self._in_order(part)):
             positions = decoded.positions_at(self.version.version, born_after)
+            if coverage is not None and coverage.wants(decoded.piece):
+                coverage.note(decoded.piece, decoded.rows.ids, positions)
             if positions is None or len(positions):
                 group = decoded.piece.group
                 decoder.load(self.stored_groups[group], group, decoded.rows, positions)
@@ -169,6 +228,7 @@ class VersionReader:
         pieces: Sequence[tuple[OpenFile, Piece]],
         born_after: int,
         on_progress: Callable[[int], None],
+        coverage: Coverage | None,
     ) -> None:
         """Several threads read pieces and write them into live tables, those of lower rank first."""
         done = 0
@@ -177,7 +237,7 @@ class VersionReader:
 
             def load(stretch: Stretch, turns: Turns = turns) -> None:
                 writes = [
-                    self._write(loader, piece, data, stretch.file.where, born_after)
+                    self._write(loader, piece, data, stretch.file.where, born_after, coverage)
                     for piece, data in read_checked(stretch, thread_buffer(stretch.bytes))
                 ]
                 turns.wait(stretch.rank)
@@ -191,7 +251,13 @@ class VersionReader:
         self.bytes_read += done
 
     def _write(
-        self, loader: RowLoader, piece: Piece, data: NDArray[np.uint8], where: str, born_after: int
+        self,
+        loader: RowLoader,
+        piece: Piece,
+        data: NDArray[np.uint8],
+        where: str,
+        born_after: int,
+        coverage: Coverage | None,
     ) -> Callable[[], None]:
         """Decode a piece; what is returned writes those of its rows that belong to the version."""
         group = self.stored_groups[piece.group]
@@ -200,14 +266,13 @@ class VersionReader:
             return partial(loader.tables.fill, piece.group, piece.first_id, fields)
         decoded = chunk.decode_piece(piece, data, group.fields, where)
         positions = decoded.positions_at(self.version.version, born_after)
+        if coverage is not None and coverage.wants(piece):
+            coverage.note(piece, decoded.rows.ids, positions)
         return partial(loader.load, group, piece.group, decoded.rows, positions)
 
     def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
-        """Read and check every byte that the version needs; how many there were."""
-        done = 0
-        for decoded in self._in_order(self.pieces()):
-            done += decoded.piece.length
-            on_progress(done)
+        """Read and check every byte that the version needs, and count its rows; how many bytes there were."""
+        self.read_rows(lambda group, rows: None, on_progress=on_progress)
         self.dense()
         return self.bytes_read
 

@@ -67,6 +67,13 @@ class OpenFile:
         ranges = [(self.entry.header_bytes + piece.offset, piece.length) for piece in pieces]
         self.reader.read_into(ranges, out.data)
 
+    def read_index(self, piece: Piece) -> chunk.Index:
+        """Which rows a piece holds, without its records."""
+        data = np.empty(piece.index_length, np.uint8)
+        self.reader.read_into([(self.entry.header_bytes + piece.offset, len(data))], data.data)
+        check_piece(piece, data, self.where)
+        return chunk.decode_index(piece, data, self.where)
+
 
 def open_file(
     store: Store, entry: FileEntry, groups: Sequence[Group], version: int | None = None

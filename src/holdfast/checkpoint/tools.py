@@ -7,7 +7,9 @@ manifest and the files that it names is looked up again in the newer manifest.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.chunk import Piece
 from holdfast.checkpoint.dense import Array, TablePlace, decode_tree
-from holdfast.checkpoint.manifest import FileEntry, Manifest, Version, read_newest
+from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, Version, read_newest
 from holdfast.checkpoint.rearrange.pruning import is_prunable, prune
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.restore import open_version
@@ -156,7 +158,7 @@ def list_versions(store: Store) -> Listing:
             break  # nothing is missing, or it is for good
     return Listing(
         url=store.url,
-        versions=tuple(_version_line(manifest, version, pieces) for version in manifest.versions),
+        versions=tuple(_version_lines(manifest, pieces)),
         stored_bytes=sum(stored_files(store).values()),
         complaints=(*complaints, *map(str, problems)),
     )
@@ -234,22 +236,54 @@ def _kind(version: Version) -> str:
     return "full" if version.baseline else "increment"
 
 
-def _version_line(manifest: Manifest, version: Version, pieces: dict[str, tuple[Piece, ...]]) -> VersionLine:
-    era = manifest.era(version.era)
-    files = era.files_of(version.version)
-    needed = sum(_file_use(f, pieces.get(f.name, ()), version.version).needed_bytes for f in files)
-    return VersionLine(
-        version=version.version,
-        step=version.step,
-        time=version.time,
-        strategy=era.strategy,
-        kind=_kind(version),
-        rows=version.rows,
-        bytes_written=version.bytes,
-        bytes_to_restore=needed + version.dense.bytes,
-        metadata=version.metadata,
-        unverified=version.unverified,
-    )
+def _version_lines(manifest: Manifest, pieces: dict[str, tuple[Piece, ...]]) -> Iterator[VersionLine]:
+    eras = {era.number: era for era in manifest.eras}
+    needed = {
+        version: size
+        for number, versions in _by_era(manifest.versions).items()
+        for version, size in zip(versions, _needed_bytes(eras[number], versions, pieces), strict=True)
+    }
+    for version in manifest.versions:
+        yield VersionLine(
+            version=version.version,
+            step=version.step,
+            time=version.time,
+            strategy=eras[version.era].strategy,
+            kind=_kind(version),
+            rows=version.rows,
+            bytes_written=version.bytes,
+            bytes_to_restore=needed[version.version] + version.dense.bytes,
+            metadata=version.metadata,
+            unverified=version.unverified,
+        )
+
+
+def _by_era(versions: Sequence[Version]) -> dict[int, list[int]]:
+    """The versions of each era that has some, ascending."""
+    found: dict[int, list[int]] = {}
+    for version in versions:
+        found.setdefault(version.era, []).append(version.version)
+    return found
+
+
+def _needed_bytes(era: Era, versions: Sequence[int], pieces: dict[str, tuple[Piece, ...]]) -> Iterator[int]:
+    """Bytes of an era's files that each of its versions (ascending) reads; each file is looked at once."""
+    # How much more, or less, each version reads than the one before it.
+    steps = [0] * (len(versions) + 1)
+
+    def add(born: int, died: int, size: int) -> None:
+        if born < died:
+            steps[bisect_left(versions, born)] += size
+            steps[bisect_left(versions, died)] -= size
+
+    for entry in era.files:
+        parts = pieces.get(entry.name, ())
+        add(entry.first_born, entry.last_died, entry.header_bytes if parts else entry.bytes)
+        for piece in parts:
+            if piece.rows:
+                born, died = max(piece.first_born, entry.first_born), min(piece.last_died, entry.last_died)
+                add(born, died, piece.length)
+    return itertools.accumulate(steps[:-1])
 
 
 def _read_headers(
@@ -259,8 +293,9 @@ def _read_headers(
     # All of a baseline and of an increment was born at once: a version needs the whole file or nothing,
     # as long as no piece of it has been moved elsewhere.
     entries = [
-        (f, era.decoded_groups())
+        (f, groups)
         for era in manifest.eras
+        for groups in [era.decoded_groups()]
         for f in era.files
         if f.kind not in ("baseline", "increment") or f.dead_pieces
     ]
@@ -331,13 +366,14 @@ def collect_garbage(store: Store, policy: Policy, *, dry_run: bool = False) -> G
         rewritten, problems = _rewrite_histories(catalog) if doomed else ([], [])
         _free_retired(catalog)
         after = stored_files(store)
+    set_aside = set(rewritten)
     return GarbageReport(
         url=store.url,
         dry_run=False,
         deleted_versions=tuple(doomed),
         kept_versions=tuple(v.version for v in catalog.manifest.versions),
         deleted_files=tuple(
-            n for n in before if n not in after and n.startswith(DATA_FOLDERS) and n not in rewritten
+            n for n in before if n not in after and n.startswith(DATA_FOLDERS) and n not in set_aside
         ),
         leftovers=tuple(leftovers),
         rewritten_files=tuple(rewritten),
@@ -372,8 +408,9 @@ def _rewrite_histories(catalog: Catalog) -> tuple[list[str], list[str]]:
     """Replace history files that are mostly of deleted versions: the old ones' names, and what went wrong."""
     rewritten: list[str] = []
     problems: list[str] = []
+    by_era = _by_era(catalog.manifest.versions)
     for era in list(catalog.manifest.eras):
-        kept = [v.version for v in catalog.manifest.versions if v.era == era.number]
+        kept = by_era[era.number]
         groups = era.decoded_groups()
         for entry in era.files:
             try:
@@ -404,21 +441,20 @@ def _plan_garbage(store: Store, catalog: Catalog) -> GarbageReport:
     if delay > 0:
         waiting |= manifest.file_names() - needed
     files = stored_files(store)
+    known = manifest.file_names().union(leftovers, (name for name, _ in manifest.retired))
     gone = [
         name
         for name in files
-        if name.startswith(DATA_FOLDERS)
-        and name not in needed
-        and name not in waiting
-        and (name in leftovers or name in manifest.file_names() or name in dict(manifest.retired))
+        if name.startswith(DATA_FOLDERS) and name in known and name not in needed and name not in waiting
     ]
     freed = sum(files[name] for name in gone)
     rewritten: list[str] = []
+    kept = _by_era(left)
     for era in eras if doomed else ():
-        kept = [v.version for v in left if v.era == era.number]
+        groups = era.decoded_groups()
         for entry in era.files:
             with contextlib.suppress(CorruptCheckpoint, StoreError):  # it will be left as it is
-                if is_prunable(store, entry, era.decoded_groups(), kept, _DEAD_FRACTION):
+                if is_prunable(store, entry, groups, kept[era.number], _DEAD_FRACTION):
                     rewritten.append(entry.name)
     return GarbageReport(
         url=store.url,

@@ -29,8 +29,28 @@ class RowSet:
         mark_rows(self.bits, ids, first, self.rows if rows is None else rows)
 
     def add_range(self, first: int, rows: int) -> None:
-        """Put in all rows of a table."""
-        mark_rows(self.bits, np.arange(rows, dtype=np.int64), first, rows)
+        """Put in neighbouring rows: whole words at once."""
+        behind = first + rows
+        begin, end = -(-first // 64), behind // 64
+        if begin > end:  # all of them in one word
+            begin, end = behind // 64 + 1, behind // 64
+        mark_rows(self.bits, np.arange(first, min(behind, 64 * begin), dtype=np.int64), 0, self.rows)
+        self.bits[begin:end] = ~np.uint64(0)
+        mark_rows(self.bits, np.arange(max(first, 64 * end), behind, dtype=np.int64), 0, self.rows)
+
+    def gaps(self, first: int, rows: int) -> tuple[int, int, int]:
+        """The first and the last of these neighbouring rows that is not in it, and how many are not."""
+        begin, end = first // 64, (first + rows + 63) // 64
+        left = ~self.bits[begin:end]
+        left[:1] &= ~np.uint64(0) << np.uint64(first - 64 * begin)
+        left[-1:] &= ~np.uint64(0) >> np.uint64(64 * end - first - rows)
+        some = np.flatnonzero(left)
+        if not len(some):
+            return first, first, 0
+        low, high = int(left[some[0]]), int(left[some[-1]])
+        lowest = 64 * (begin + int(some[0])) + (low & -low).bit_length() - 1
+        highest = 64 * (begin + int(some[-1])) + high.bit_length() - 1
+        return lowest, highest, int(count_marked(left))
 
     def discard(self, ids: NDArray[np.int64]) -> None:
         """Take rows out of it, if they are in it."""

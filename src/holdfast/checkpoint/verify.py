@@ -1,4 +1,8 @@
-"""Checking a store: every byte that its versions need, each file once, however many versions share it."""
+"""Checking a store: every byte that its versions need, each file once, however many versions share it.
+
+Records are counted in the same pass, for all versions of an era at once (``coverage.EraCount``). Only if a
+full version lacks rows are row ids read again, version by version, to tell which versions lack which rows.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,12 @@ import numpy as np
 
 from holdfast.checkpoint import chunk
 from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.chunk import Piece, check_piece, decode_piece
+from holdfast.checkpoint.chunk import Index, Piece, check_piece, decode_piece
+from holdfast.checkpoint.coverage import EraCount, check_places, lacking_records
 from holdfast.checkpoint.dense import decode_tree
-from holdfast.checkpoint.manifest import DenseEntry, Era, FileEntry, Manifest, read_newest
+from holdfast.checkpoint.manifest import DenseEntry, FileEntry, Manifest, Version, read_newest
 from holdfast.checkpoint.records import Group
-from holdfast.checkpoint.restore import find_version
+from holdfast.checkpoint.restore import find_version, open_version
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.stretches import OpenFile, by_size, open_file
 from holdfast.checkpoint.tools import leftover_files
@@ -23,6 +28,7 @@ from holdfast.errors import CorruptCheckpoint, HoldfastError, NoSuchVersion, Obj
 
 _FILES_AT_ONCE = 4
 _READ_BYTES = 16 << 20
+_MOST_LOOKED_AT = 100  # versions of which it is told exactly which rows are missing
 _MOST_PLANS = 100  # a writer that replaces files more often than this while one is read is not plausible
 
 
@@ -36,6 +42,14 @@ class DamagedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Incomplete:
+    """Versions whose files are whole but lack rows, and what is missing from the first of them."""
+
+    problem: str
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
     """What a check found. ``gone`` are versions that a writer deleted while it went on."""
 
@@ -44,6 +58,7 @@ class VerifyReport:
     damaged: tuple[int, ...]
     gone: tuple[int, ...]
     damaged_files: tuple[DamagedFile, ...]
+    incomplete: tuple[Incomplete, ...]
     complaints: tuple[str, ...]
     leftovers: dict[str, int]
     files: int
@@ -52,16 +67,23 @@ class VerifyReport:
     @property
     def good(self) -> bool:
         """Whether nothing is damaged."""
-        return not self.damaged_files and not self.complaints
+        return not self.damaged_files and not self.incomplete and not self.complaints
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A file to check. ``wanted`` are the versions asked for that need it."""
+    """A file to check: ``count.versions[begin:end]`` are the versions asked for that need it."""
 
     entry: FileEntry | DenseEntry
     groups: tuple[Group, ...]
-    wanted: tuple[int, ...]
+    count: EraCount
+    begin: int
+    end: int
+
+    def span(self, finding: _Finding) -> tuple[int, int]:
+        """Where in ``count.versions`` those begin and end that a finding is about."""
+        begin, end = np.searchsorted(self.count.versions, (finding.born, finding.died)).tolist()
+        return max(begin, self.begin), min(end, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +99,20 @@ def bytes_to_verify(store: Store, versions: Sequence[int] = ()) -> int:
     """How many bytes ``verify_versions`` will read, unless a writer adds to them."""
     manifest = read_newest(store)
     wanted = versions or [v.version for v in manifest.versions]
-    return sum(job.entry.bytes for job in _plan(manifest, wanted))
+    return sum(job.entry.bytes for job in _plan(manifest, wanted, {}, 0))
 
 
 def verify_versions(
     store: Store, versions: Sequence[int] = (), on_progress: Callable[[int], None] = lambda done: None
 ) -> VerifyReport:
-    """Check every byte that these versions need, by default all; ``on_progress`` gets the bytes done.
+    """Check every byte that these versions need, by default all, and that they lack no row.
 
-    Damage is reported, not raised; NoSuchVersion is raised for a version that is not there.
+    Damage is reported, not raised; NoSuchVersion is raised for a version that is not there. ``on_progress``
+    gets the bytes done.
+
+    Each file is read once, however many versions need it. Memory: a buffer for each of four threads; some
+    numbers for each piece and each version; and, for stores of jobs, one bit for each row of a few eras at a
+    time.
     """
     complaints: list[str] = []
     manifest = read_newest(store, complaints)
@@ -94,10 +121,12 @@ def verify_versions(
     if not wanted:
         raise NoSuchVersion(f"{store.url} holds no version")
     complaints += _older_manifests(store, manifest.number)
+    stored_bytes = sum(info.size for info in store.list("chunks/"))
     findings: dict[str, list[_Finding]] = {}
     checked: dict[str, int] = {}
+    counts: dict[int, EraCount] = {}
     for _ in range(_MOST_PLANS):
-        jobs = _plan(manifest, wanted)
+        jobs = _plan(manifest, wanted, counts, stored_bytes)
         missing = _check_all(store, jobs, findings, checked, on_progress)
         if not missing:
             break
@@ -107,7 +136,22 @@ def verify_versions(
                 findings[name] = [_Finding("it is missing", 0, chunk.OPEN)]
             break
         manifest = newer  # it has been replaced since; the rest need not be read again
-    return _report(store, manifest, wanted, findings, checked, complaints)
+    damaged_files, damaged = _damaged_files(store, _plan(manifest, wanted, counts, stored_bytes), findings)
+    incomplete = _incomplete(store, manifest, counts, damaged)
+    damaged |= {version for one in incomplete for version in one.versions}
+    present = {v.version for v in manifest.versions}
+    return VerifyReport(
+        url=store.url,
+        whole=tuple(v for v in wanted if v in present and v not in damaged),
+        damaged=tuple(v for v in wanted if v in present and v in damaged),
+        gone=tuple(v for v in wanted if v not in present),
+        damaged_files=damaged_files,
+        incomplete=incomplete,
+        complaints=tuple(complaints),
+        leftovers=leftover_files(store),
+        files=len(checked),
+        bytes=sum(checked.values()),
+    )
 
 
 def _older_manifests(store: Store, newest: int) -> Iterator[str]:
@@ -122,21 +166,31 @@ def _older_manifests(store: Store, newest: int) -> Iterator[str]:
                 yield str(error)
 
 
-def _plan(manifest: Manifest, wanted: Iterable[int]) -> list[_Job]:
-    by_era: dict[int, list[int]] = {}
+def _plan(
+    manifest: Manifest, wanted: Iterable[int], counts: dict[int, EraCount], stored_bytes: int
+) -> list[_Job]:
+    """The files to check. ``counts`` gets what counts their rows, by era, where it is not there yet."""
+    by_era: dict[int, list[Version]] = {}
     asked = set(wanted)
-    jobs: list[_Job] = []
     for version in manifest.versions:
         if version.version in asked:
-            by_era.setdefault(version.era, []).append(version.version)
-            jobs.append(_Job(version.dense, (), (version.version,)))
-    for number, members in by_era.items():
-        era: Era = manifest.era(number)
+            by_era.setdefault(version.era, []).append(version)
+    eras = {era.number: era for era in manifest.eras}
+    jobs: list[_Job] = []
+    for number, versions in by_era.items():
+        era = eras[number]
         groups = era.decoded_groups()
+        members = [v.version for v in versions]
+        if number not in counts:
+            full = sum(f.kind == "baseline" for f in era.files)
+            counts[number] = EraCount(groups, members, full, stored_bytes)
+        count = counts[number]
+        places = {v: at for at, v in enumerate(count.versions.tolist())}
+        jobs += [_Job(v.dense, groups, count, places[v.version], places[v.version] + 1) for v in versions]
         for entry in era.files:
-            users = tuple(v for v in members if entry.first_born <= v < entry.last_died)
-            if users:
-                jobs.append(_Job(entry, groups, users))
+            begin, end = np.searchsorted(count.versions, (entry.first_born, entry.last_died)).tolist()
+            if begin < end:
+                jobs.append(_Job(entry, groups, count, begin, end))
     return jobs
 
 
@@ -167,21 +221,25 @@ def _check_all(
 def _check(store: Store, job: _Job) -> list[_Finding] | None:
     """What is wrong with a file; None if there is none of its name."""
     everyone = (0, chunk.OPEN)
+    entry = job.entry
     try:
-        if isinstance(job.entry, DenseEntry):
-            _check_dense(store, job.entry)
+        if isinstance(entry, DenseEntry):
+            _check_dense(store, entry, job.groups)
             return []
-        file = open_file(store, job.entry, job.groups)
+        file = open_file(store, entry, job.groups)
         with file.reader:
-            return list(_check_pieces(file, job.groups))
+            return list(_check_pieces(file, job.groups, job.count))
     except ObjectMissing:
         return None
     except (CorruptCheckpoint, StoreError) as error:
         manifests.raise_if_unreachable(store, error)
         return [_Finding(str(error), *everyone)]
+    finally:
+        if isinstance(entry, FileEntry) and entry.kind == "baseline":
+            job.count.full_file_done()
 
 
-def _check_dense(store: Store, entry: DenseEntry) -> None:
+def _check_dense(store: Store, entry: DenseEntry, groups: Sequence[Group]) -> None:
     where = f"{store.url}: {entry.name}"
     with store.open(entry.name) as reader:
         if reader.size != entry.bytes:
@@ -189,65 +247,108 @@ def _check_dense(store: Store, entry: DenseEntry) -> None:
         data = reader.read()
     if chunk.checksum(data) != entry.checksum:
         raise CorruptCheckpoint(f"{where} does not have its checksum")
-    decode_tree(data, where)
+    check_places(decode_tree(data, where), groups, where)
 
 
-def _check_pieces(file: OpenFile, groups: Sequence[Group]) -> Iterator[_Finding]:
-    for batch in by_size(file.pieces, lambda piece: piece.length, _READ_BYTES):
-        buffer = np.empty(sum(p.length for p in batch), np.uint8)
-        file.read(batch, buffer)
-        ends = list(itertools.accumulate(p.length for p in batch))
-        for piece, end in zip(batch, ends, strict=True):
+def _check_pieces(file: OpenFile, groups: Sequence[Group], count: EraCount) -> Iterator[_Finding]:
+    pieces = zip(file.numbers, file.pieces, strict=True)
+    for batch in by_size(pieces, lambda numbered: numbered[1].length, _READ_BYTES):
+        buffer = np.empty(sum(piece.length for _, piece in batch), np.uint8)
+        file.read([piece for _, piece in batch], buffer)
+        ends = list(itertools.accumulate(piece.length for _, piece in batch))
+        for (number, piece), end in zip(batch, ends, strict=True):
             try:
                 data = buffer[end - piece.length : end]
                 check_piece(piece, data, file.where)
-                _check_ids(file, piece, data, groups)
+                index = _check_ids(file, piece, data, groups)
             except CorruptCheckpoint as error:
                 yield _Finding(str(error), piece.first_born, piece.last_died)
+            else:
+                count.note(file.entry, number, piece, index)
 
 
 def _check_ids(
     file: OpenFile, piece: Piece, data: np.ndarray[tuple[int], np.dtype[np.uint8]], groups: Sequence[Group]
-) -> None:
+) -> Index:
     """A checksum vouches for what was written; this for its being rows of the tables."""
     if piece.group >= len(groups):
         raise CorruptCheckpoint(f"{file.where}: a piece of group {piece.group}, of {len(groups)}")
     group = groups[piece.group]
-    ids = decode_piece(piece, data, group.fields, file.where).rows.ids
+    index = decode_piece(piece, data, group.fields, file.where).index
+    ids = index.ids
     if len(ids) and not (ids[0] >= 0 and ids[-1] < group.rows):
         raise CorruptCheckpoint(f"{file.where}: rows {ids[0]} to {ids[-1]} of a group of {group.rows}")
+    return index
 
 
-def _report(
-    store: Store,
-    manifest: Manifest,
-    wanted: Sequence[int],
-    findings: dict[str, list[_Finding]],
-    checked: dict[str, int],
-    complaints: Sequence[str],
-) -> VerifyReport:
-    present = {v.version for v in manifest.versions}
-    damaged_files: list[DamagedFile] = []
+def _damaged_files(
+    store: Store, jobs: Sequence[_Job], findings: dict[str, list[_Finding]]
+) -> tuple[tuple[DamagedFile, ...], set[int]]:
+    """The files with something wrong, and all versions that cannot be restored for one of them."""
+    found: list[DamagedFile] = []
     damaged: set[int] = set()
-    for job in _plan(manifest, wanted):
+    shared: dict[
+        tuple[EraCount, tuple[tuple[int, int], ...]], tuple[int, ...]
+    ] = {}  # many files may harm the same versions
+    for job in jobs:
         parts = findings.get(job.entry.name)
         if parts:
-            harmed = tuple(v for v in job.wanted if any(p.born <= v < p.died for p in parts))
-            damaged |= set(harmed)
+            spans = tuple(sorted({job.span(part) for part in parts}))
+            if (job.count, spans) not in shared:
+                mask = np.zeros(len(job.count.versions), np.bool_)
+                for begin, end in spans:
+                    mask[begin:end] = True
+                shared[job.count, spans] = tuple(job.count.versions[mask].tolist())
+                damaged.update(shared[job.count, spans])
             # The messages name the file for those who see nothing else; here its name stands before them.
             problem = (
                 parts[0].problem.removeprefix(f"{store.url}: {job.entry.name}").removeprefix(":").strip()
             )
-            damaged_files.append(DamagedFile(job.entry.name, problem, harmed))
-    here = [v for v in wanted if v in present]
-    return VerifyReport(
-        url=store.url,
-        whole=tuple(v for v in here if v not in damaged),
-        damaged=tuple(v for v in here if v in damaged),
-        gone=tuple(v for v in wanted if v not in present),
-        damaged_files=tuple(damaged_files),
-        complaints=tuple(complaints),
-        leftovers=leftover_files(store),
-        files=len(checked),
-        bytes=sum(checked.values()),
-    )
+            found.append(DamagedFile(job.entry.name, problem, shared[job.count, spans]))
+    return tuple(found), damaged
+
+
+def _incomplete(
+    store: Store, manifest: Manifest, counts: dict[int, EraCount], damaged: set[int]
+) -> tuple[Incomplete, ...]:
+    """The versions that lack rows, of those whose files are whole; those with one problem together."""
+    versions = {v.version: v for v in manifest.versions}
+    eras = {era.number: era for era in manifest.eras}
+    problems: dict[str, list[int]] = {}
+    looked_at = 0
+    for number, count in counts.items():
+        if number not in eras:
+            continue
+        records = count.records({f.name: f.dead_pieces for f in eras[number].files})
+        for at, name in enumerate(count.versions.tolist()):
+            if name not in versions or name in damaged:
+                continue
+            problem = _wrong_count(count.groups, records[:, at].tolist(), versions[name].records)
+            if not count.has_all_rows:
+                problem = problem or "is incomplete: rows are missing: its full version does not have all"
+                if looked_at < _MOST_LOOKED_AT:
+                    looked_at += 1
+                    problem = _missing_rows(store, name)
+            if problem:
+                problems.setdefault(problem, []).append(name)
+    return tuple(Incomplete(problem, tuple(names)) for problem, names in problems.items())
+
+
+def _wrong_count(groups: Sequence[Group], found: Sequence[int], expected: Sequence[int]) -> str:
+    for group, number, counted in zip(groups, found, expected, strict=False):
+        if number != counted:
+            return lacking_records(group, number, counted)
+    return ""
+
+
+def _missing_rows(store: Store, version: int) -> str:
+    """What a version lacks, exactly."""
+    try:
+        with open_version(store, version) as reader:
+            reader.count_rows()
+    except NoSuchVersion:
+        return ""  # deleted since
+    except (CorruptCheckpoint, StoreError) as error:
+        manifests.raise_if_unreachable(store, error)
+        return str(error).removeprefix(f"version {version} of {store.url} ")
+    return ""

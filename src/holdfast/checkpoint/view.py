@@ -159,6 +159,11 @@ def show_verification(report: VerifyReport, console: Console) -> None:
         console.print(
             Text("damaged ", "red") + plain(f"{file.name}, {needed}: {file.problem}"), soft_wrap=True
         )
+    for one in report.incomplete[:_MOST_LINES]:
+        text = f"{_ranges(one.versions)} {one.problem}"
+        console.print(Text("damaged ", "red") + plain(text), soft_wrap=True)
+    if len(report.incomplete) > _MOST_LINES:
+        console.print(f"… and {len(report.incomplete) - _MOST_LINES} more: see --json")
     _complain(report.complaints, console)
     console.print(f"checked {report.files} files, {size(report.bytes)}")
     if report.whole:

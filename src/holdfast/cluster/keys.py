@@ -9,6 +9,7 @@ machine. Whoever has the secret key is a member of the job.
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,8 +67,13 @@ def make_keys(folder: Path | str) -> Keys:
 
 
 def load_keys(folder: Path | str) -> Keys:
-    """Read a folder of keys; a secret that others can read is refused."""
+    """Read a folder of keys.
+
+    Raises ConfigError, as ssh does, for a secret that others can read, and for files or folders above them
+    that others can write: they could add their own key.
+    """
     folder = Path(folder)
+    _check_folders(folder)
     secret = _lines(folder / "secret.key", private=True)
     public = _lines(folder / "public.key")
     server = _lines(folder / "server.key")
@@ -81,7 +87,8 @@ def load_keys(folder: Path | str) -> Keys:
 def _lines(path: Path, private: bool = False) -> list[str]:
     try:
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode & 0o777
+            status = os.fstat(file.fileno())
+            mode = status.st_mode & 0o777
             data = file.read(1 << 20)
     except OSError as error:
         raise ConfigError(
@@ -93,8 +100,39 @@ def _lines(path: Path, private: bool = False) -> list[str]:
             f"{path} has mode {mode:04o}: expected a secret that only its owner can read; chmod 600 it, "
             "and make new keys if somebody else may have read it"
         )
+    _check_writers(path, status)
     lines = data.decode("ascii", "replace").splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("# ")]
+
+
+def _check_folders(folder: Path) -> None:
+    """Who can rename a folder can put another in its place."""
+    try:
+        real = folder.resolve(strict=True)
+        statuses = [(path, path.stat()) for path in (real, *real.parents)]
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be read ({error.strerror}): expected the keys of a job; "
+            "make them with holdfast.cluster.keys.make_keys"
+        ) from None
+    for path, status in statuses:
+        # In a folder such as /tmp nobody can rename or remove what belongs to somebody else.
+        if path == real or not status.st_mode & stat.S_ISVTX:
+            _check_writers(path, status)
+
+
+def _check_writers(path: Path, status: os.stat_result) -> None:
+    mode = status.st_mode & 0o777
+    if mode & 0o022:
+        raise ConfigError(
+            f"{path} has mode {mode:04o}, so others can write their own keys there: expected a file or "
+            f"folder that only its owner can write; chmod go-w {path}, and check the keys"
+        )
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, who can put other keys there: expected user "
+            f"{os.geteuid()} or root; chown it, or copy the keys to a folder of your own"
+        )
 
 
 def _check(name: str, key: str) -> None:

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from holdfast.cluster.stream import Layout
 from holdfast.coding.placement import Placement
+from holdfast.redaction import redact
 from holdfast.tables.plan import GroupPlan
 from holdfast.training.saving import CheckpointConfig
 
@@ -142,6 +143,9 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
     resume: Resume | None = None
     training: dict[str, Any] = {}
     """The configuration of the run, for the workers."""
+
+    def __repr__(self) -> str:
+        return redact(super().__repr__())
 
     @cached_property
     def first_installed(self) -> tuple[int, ...]:

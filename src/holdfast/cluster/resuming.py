@@ -126,7 +126,9 @@ def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, vers
         check_fit(plan, reader.groups, tree)
         # What the version itself says: an older one than the job goes on from may be of other servers.
         if job_state(tree, reader.version, store.url).has_servers_of(plan):
-            reader.files = [f for f in reader.files if f.entry.shard == shards[0].server]
+            if plan.resume is None or version != plan.resume.version:
+                reader.count_rows()  # while it has all files; of the other version find_resume has done it
+            reader.keep_shard(shards[0].server)
         reader.read_rows(put)
         network = network_records(plan, tree)
         if network is not None:

@@ -49,11 +49,15 @@ class FileNote(Struct, frozen=True):
     added: tuple[FileEntry, ...] = ()
     removed: tuple[str, ...] = ()
     updated: tuple[FileEntry, ...] = ()
+    written: tuple[tuple[int, int], ...] = ()
+    replaced: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(cls, change: Change | None) -> FileNote:
         """Of a shard's change; of none, nothing."""
-        return cls(change.added, change.removed, change.updated) if change is not None else cls()
+        if change is None:
+            return cls()
+        return cls(change.added, change.removed, change.updated, change.written, change.replaced)
 
     @property
     def bytes(self) -> int:

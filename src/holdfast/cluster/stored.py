@@ -25,6 +25,7 @@ from holdfast.checkpoint.records import WEIGHT, Field, Group, Table
 from holdfast.cluster.plan import JobPlan, SavePlan
 from holdfast.cluster.stream import Layout
 from holdfast.errors import CorruptCheckpoint, ModelMismatch
+from holdfast.redaction import redacted
 from holdfast.tables.plan import GroupPlan
 
 MODEL = "model"
@@ -104,7 +105,7 @@ def dense_tree(plan: JobPlan, network: Words | None, steps: int, state: JobState
     """The dense part of a version: the template with the network's records, [rows, words], in its places."""
     job: dict[str, Any] = {
         "state": msgspec.to_builtins(state),
-        "config": msgspec.json.encode(plan.training).decode(),
+        "config": msgspec.json.encode(redacted(plan.training)).decode(),
     }
     template = saving_of(plan).template
     if not template or network is None:

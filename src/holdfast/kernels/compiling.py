@@ -1,4 +1,4 @@
-"""Compiling once for all processes of this machine."""
+"""Compiling once for all processes of a user on this machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numba
+
 _MOST_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
+_NAME = "compiling.lock"
 
 
 @contextlib.contextmanager
@@ -19,16 +22,41 @@ def in_turn() -> Iterator[None]:
 
     The first time that loops are used on a machine, all processes of a job would compile the same ones side
     by side, for as long as all of that takes. Nobody waits for more than a minute: then each does it itself.
+    Processes of other users neither wait nor make us wait.
     """
-    folder = os.open(Path(__file__).parent, os.O_RDONLY)
+    lock = _open_lock()
     try:
         give_up_at = time.monotonic() + _MOST_SECONDS
-        while time.monotonic() < give_up_at:
+        while lock is not None and time.monotonic() < give_up_at:
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets it go with the process
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets it go with the process
                 break
             except OSError:
                 time.sleep(_LOOK_SECONDS)
         yield
     finally:
-        os.close(folder)
+        if lock is not None:
+            os.close(lock)
+
+
+def _open_lock() -> int | None:
+    """A file that only this user can open, as whoever can read a file can lock it; None: it fits nowhere."""
+    for folder in _folders():
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            status = os.fstat(lock)
+            if status.st_uid == os.geteuid():
+                os.fchmod(lock, 0o600)
+                return lock
+            os.close(lock)
+    return None
+
+
+def _folders() -> list[Path]:
+    """Where to put it: beside what numba compiles, or where that is not ours, in the user's own cache."""
+    chosen: str = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    folders = [Path(chosen) if chosen else Path(__file__).parent / "__pycache__"]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        folders.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holdfast")
+    return folders

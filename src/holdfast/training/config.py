@@ -31,6 +31,7 @@ from holdfast.options import (
     parse_protection,
 )
 from holdfast.recipe import Recipe, plain
+from holdfast.redaction import redacted
 from holdfast.training.saving import CheckpointConfig
 
 _MOST = 2**63 - 1
@@ -279,8 +280,8 @@ def _as_section(name: str, value: Any) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration, defaults included, as ``load`` reads it."""
-    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+    """The whole configuration, defaults included, as ``load`` reads it; without passwords."""
+    return yaml.safe_dump(redacted(msgspec.to_builtins(config)), sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):

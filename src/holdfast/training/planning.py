@@ -27,6 +27,7 @@ from holdfast.policy.units import (
     show_hours,
     show_percent,
 )
+from holdfast.redaction import redacted
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 
 if TYPE_CHECKING:
@@ -274,6 +275,6 @@ def write_configuration(
         "# to the training time.\n"
     )
     try:
-        out.write_text(header + yaml.safe_dump(values, sort_keys=False))
+        out.write_text(header + yaml.safe_dump(redacted(values), sort_keys=False))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None

@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 
 from holdfast.errors import ConfigError
 from holdfast.options import PRIORITIZED_FRACTION, Policy, PriorityName
+from holdfast.redaction import redact
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -41,6 +42,9 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _ = self.policy  # what goes together is checked there, and now, not by the process that saves
         except ConfigError as error:
             raise ConfigError(f"checkpoint: {error}") from None
+
+    def __repr__(self) -> str:
+        return redact(super().__repr__())
 
     @property
     def policy(self) -> Policy:

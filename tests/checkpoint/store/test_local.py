@@ -21,6 +21,7 @@ from holdfast.checkpoint.store.local import Files, LocalStore
 from holdfast.errors import StoreError, StoreLocked, UnsafeName
 from holdfast.testing.crash import Journal, RecordingFiles, read_folder
 from holdfast.testing.stores import content_of, names_in
+from tests.other_user import CAN_BE_ANOTHER, folder_of_everybody, tries_to_lock
 
 _HOLD_THE_LOCK = """
 import sys
@@ -255,6 +256,34 @@ class TestLock:
             lock.renew()
             with LocalStore(root, create=False) as second, pytest.raises(StoreLocked):
                 second.lock_writer()
+
+    @pytest.mark.parametrize(
+        ("folder", "lock"), [(0o755, 0o600), (0o700, 0o600), (0o775, 0o660), (0o2770, 0o660), (0o777, 0o666)]
+    )
+    @pytest.mark.parametrize("before", [None, 0o666, 0o644, 0o600])
+    def test_who_can_write_to_the_store_can_lock_it(
+        self, root: Path, folder: int, lock: int, before: int | None
+    ) -> None:
+        """And nobody else, whatever the umask is, also where an older lock file was made otherwise."""
+        mask = os.umask(0o022)
+        try:
+            with LocalStore(root, create=True) as store:
+                root.chmod(folder)
+                if before is not None:
+                    (root / "writer.lock").touch()
+                    (root / "writer.lock").chmod(before)
+                with store.lock_writer():
+                    assert (root / "writer.lock").stat().st_mode & 0o777 == lock
+        finally:
+            os.umask(mask)
+
+    @pytest.mark.skipif(not CAN_BE_ANOTHER, reason="takes root, to become another user")
+    def test_another_user_cannot_keep_writers_out(self) -> None:
+        with folder_of_everybody() as folder, LocalStore(folder / "store", create=True) as store:
+            store.lock_writer().release()
+            with tries_to_lock(folder / "store" / "writer.lock") as locked:
+                assert not locked
+                store.lock_writer().release()
 
     def test_a_lock_file_that_was_removed_is_noticed(self, store: LocalStore, root: Path) -> None:
         with store.lock_writer() as lock:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.bloom import FALSE_POSITIVES, Bloom
 from holdfast.checkpoint.chunk import OPEN, Piece
+from holdfast.checkpoint.manifest import is_needed
 from holdfast.checkpoint.strategies import two_d
 from holdfast.checkpoint.strategies.two_d import Chunk, ChunkList, Key, Place
 
@@ -235,7 +236,7 @@ class TestFiles:
         st.lists(st.integers(0, 12), unique=True).map(sorted),
     )
     def test_what_no_kept_version_reads_is_not_needed(self, born: int, died: int, kept: list[int]) -> None:
-        assert two_d.is_needed(born, died, kept) == any(born <= v < died for v in kept)
+        assert is_needed(born, died, kept) == any(born <= v < died for v in kept)
 
 
 class TestBloom:

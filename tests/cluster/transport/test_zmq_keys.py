@@ -17,6 +17,7 @@ from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
 from holdfast.cluster.wire import Header, encode
 from holdfast.errors import ConfigError
+from tests.other_user import CAN_BE_ANOTHER, NOBODY
 
 SERVER = Peer("server", 3)
 WORKER = Peer("worker", 1, 2)
@@ -192,6 +193,38 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> 
     os.chmod(tmp_path / "keys" / "secret.key", mode)
     with pytest.raises(ConfigError, match=f"mode 0{mode:o}.*chmod 600"):
         load_keys(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("name", ["public.key", "server.key", "allowed.keys", "."])
+@pytest.mark.parametrize("mode", [0o622, 0o664, 0o646, 0o777])
+def test_keys_that_others_can_write_are_refused(tmp_path: Path, name: str, mode: int) -> None:
+    """Whoever can write there can let themselves in, or put another server in the place of ours."""
+    make_keys(tmp_path / "keys")
+    mode |= 0o700 if name == "." else 0
+    os.chmod(tmp_path / "keys" / name, mode)
+    with pytest.raises(ConfigError, match=f"mode 0{mode:o}.*others can write.*chmod go-w"):
+        load_keys(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_a_folder_above_the_keys_that_others_can_write(tmp_path: Path, sticky: bool) -> None:
+    """Whoever can rename a folder can put another in its place. In /tmp, which is sticky, nobody can."""
+    make_keys(tmp_path / "shared" / "mine" / "keys")
+    os.chmod(tmp_path / "shared", 0o1777 if sticky else 0o777)
+    if sticky:
+        load_keys(tmp_path / "shared" / "mine" / "keys")
+        return
+    with pytest.raises(ConfigError, match=r"shared has mode 0777.*chmod go-w"):
+        load_keys(tmp_path / "shared" / "mine" / "keys")
+
+
+@pytest.mark.skipif(not CAN_BE_ANOTHER, reason="takes root, to give files away")
+@pytest.mark.parametrize("name", ["secret.key", "allowed.keys", ".", ".."])
+def test_keys_of_another_user_are_refused(tmp_path: Path, name: str) -> None:
+    make_keys(tmp_path / "mine" / "keys")
+    os.chown(tmp_path / "mine" / "keys" / name, NOBODY, -1)
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}.*chown"):
+        load_keys(tmp_path / "mine" / "keys")
 
 
 @pytest.mark.parametrize("name", ["secret.key", "public.key", "server.key", "allowed.keys"])

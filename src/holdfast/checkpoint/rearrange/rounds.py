@@ -134,8 +134,11 @@ class Rounds:
         kept = np.asarray(kept_versions, np.int32)
         live: list[NewPiece] = []
         history: list[NewPiece] = []
+        replaced: list[tuple[int, int, int]] = []
         for number in range(len(self.groups)):
             lives = self._take_records(store, number, taken)
+            dead = np.sort(lives.died[lives.died != OPEN])
+            replaced += [(died, number, b - a) for died, a, b in _runs(dead)]
             needed = rounds.belongs_to_any(lives, kept)
             if not needed.all():
                 lives = lives.take(needed)
@@ -145,7 +148,7 @@ class Rounds:
         live_files = self._writer.write(store, version, "live", live)
         history_files = self._writer.write(store, version, "history", history)
         removed = tuple(file.entry.name for file in taken)
-        return Change(version, "round", live_files + history_files, removed)
+        return Change(version, "round", live_files + history_files, removed, replaced=tuple(replaced))
 
     def _take_records(self, store: Store, group: int, taken: Sequence[_OpenFile]) -> rounds.Lives:
         """All records of a group in these files, with when each was born and died."""

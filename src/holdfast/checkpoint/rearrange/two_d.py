@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.bloom import Bloom
 from holdfast.checkpoint.bundles import Change, FileWriter, Written
 from holdfast.checkpoint.chunk import OPEN, NewPiece, Piece, check_piece, decode_index, decode_piece
-from holdfast.checkpoint.manifest import Era, FileEntry
+from holdfast.checkpoint.manifest import Era, FileEntry, is_needed
 from holdfast.checkpoint.records import Group, RowIds, Rows, join_rows
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies import two_d
@@ -81,7 +81,8 @@ class TwoD:
             return None  # chunks that are not needed are found again, and marked, with the next change
         files = self._rewrite(store, version, rewritten, taken, kept_versions)
         removed, updated = self._what_stays(gone | {chunk.key for chunk in rewritten})
-        return Change(version, "round", files, removed, updated)
+        replaced = tuple((version, key[0], int(np.count_nonzero(mask))) for key, mask in taken.items())
+        return Change(version, "round", files, removed, updated, replaced)
 
     def resume(self, store: Store, era: Era) -> None:
         """Rebuild the list from the files of an era: row 0's ids are read, of other rows the headers only."""
@@ -136,7 +137,7 @@ class TwoD:
                     target += self._pieces(chunk, rows, chunk.died)
                     continue
                 left += self._pieces(chunk, rows.take(np.flatnonzero(~mask)), OPEN)
-                if two_d.is_needed(chunk.born, version, kept_versions):
+                if is_needed(chunk.born, version, kept_versions):
                     out += self._pieces(chunk, rows.take(np.flatnonzero(mask)), version)
             del records
             files += self._writer.write(store, version, "live", left, file_bytes=2 * STEP_BYTES)

@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from holdfast.checkpoint.store.base import ObjectInfo, ObjectReader, Store, WriterLock, check_name
 from holdfast.errors import ConfigError
+from holdfast.redaction import HIDDEN
 
 __all__ = ["ObjectInfo", "ObjectReader", "Store", "WriterLock", "check_name", "open_store"]
 
@@ -34,6 +35,10 @@ def open_store(
         raise ConfigError(f"{text!r} is neither a path nor a URL: write file:///path, or ./{text}")
     if not separator:
         return _open_local(text, create, options)
+    if f":{HIDDEN}@" in text or f"={HIDDEN}" in text or f"//{HIDDEN}@" in text:
+        raise ConfigError(
+            f"{text} has {HIDDEN} in place of a password, which Holdfast writes nowhere: put the password in"
+        )
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):

@@ -236,7 +236,7 @@ class Store(ABC):
     Every failure is a `StoreError` that names the store or the object and the cure.
 
     Attributes:
-        url: where the store is, as messages name it.
+        url: where the store is, as messages name it: without passwords.
         keeps_open_files: whether an open object can be read on after it was deleted.
         lock_can_run_out: whether a writer that sleeps too long may lose its lock without knowing.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from holdfast.errors import UnsafeName
@@ -141,11 +141,20 @@ class Files:
             os.close(handle)
 
     def open_lock(self, path: str) -> int:
-        """Open a lock file for reading and writing, and make it if it is missing."""
+        """Open a lock file for reading and writing, and make it if it is missing.
+
+        Whoever can open a file for reading can lock it. So its mode lets in only those who can write to its
+        folder; that of an older file is changed.
+        """
         with self._folder_of(path) as (folder, last):
             self._refuse_link(folder, last, path)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            return os.open(last, flags, 0o666, dir_fd=folder)
+            handle = os.open(last, flags, 0o600, dir_fd=folder)
+            with suppress(OSError):  # a file system without modes: the lock works all the same
+                writers = os.stat(folder).st_mode & 0o022
+                if os.fstat(handle).st_uid == os.geteuid():
+                    os.fchmod(handle, 0o600 | writers | writers << 1)
+            return handle
 
     def is_same_file(self, handle: int, path: str) -> bool:
         """Say whether ``path`` still names the file behind ``handle``."""

@@ -32,6 +32,7 @@ from holdfast.checkpoint.store.base import (
 )
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
 from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError, StoreUnreachable
+from holdfast.redaction import Secrets, redact
 
 try:
     import fsspec
@@ -48,34 +49,44 @@ _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "
 
 
 @contextmanager
-def _explained(doing: str, what: str) -> Iterator[None]:
+def _explained(doing: str, what: str, secrets: Secrets) -> Iterator[None]:
     try:
         yield
     except StoreError:
         raise
     except _MISSING:
         raise ObjectMissing(f"there is no object {what}: it was deleted or never written") from None
-    except PermissionError as error:
-        raise StoreError(f"no permission to {doing} {what} ({error}): check the credentials") from error
     except Exception as error:
-        # Each file system behind fsspec raises errors of its own, so all of them are taken.
-        unreachable = is_connection_lost(error) or is_out_of_resources(error)
-        kind = StoreUnreachable if unreachable else StoreError
-        raise kind(f"could not {doing} {what} ({type(error).__name__}: {error}): try again later") from error
+        # What is shown of an error shows its cause as well.
+        raise _explain(error, doing, what, secrets) from (None if secrets.are_in(error) else error)
+
+
+def _explain(error: Exception, doing: str, what: str, secrets: Secrets) -> StoreError:
+    """Each file system behind fsspec raises errors of its own, so all of them are taken."""
+    reason = " ".join(secrets.scrub(str(error)).split())
+    if isinstance(error, PermissionError):
+        return StoreError(f"no permission to {doing} {what} ({reason}): check the credentials")
+    if is_connection_lost(error) or is_out_of_resources(error):
+        return StoreUnreachable(
+            f"could not {doing} {what} ({type(error).__name__}: {reason}): check the URL and the network, "
+            "then try again"
+        )
+    return StoreError(f"could not {doing} {what} ({type(error).__name__}: {reason}): try again later")
 
 
 class FsspecReader(ObjectReader):
     """An object behind fsspec, read range by range."""
 
-    def __init__(self, system: Any, path: str, name: str, url: str, size: int) -> None:
+    def __init__(self, system: Any, path: str, name: str, url: str, size: int, secrets: Secrets) -> None:
         self._system = system
+        self._secrets = secrets
         self._path = path
         self._what = f"{name!r} in {url}"
         self.name = name
         self.size = size
 
     def _fill(self, requests: list[ReadRequest]) -> None:
-        with _explained("read", self._what):
+        with _explained("read", self._what, self._secrets):
             found = self._system.cat_ranges(
                 [self._path] * len(requests),
                 [request.offset for request in requests],
@@ -95,19 +106,26 @@ class FsspecStore(Store):
     """Objects behind fsspec; see `Store` for the contract and this module for what is weaker here."""
 
     def __init__(self, url: str, *, create: bool, options: dict[str, Any]) -> None:
-        self.url = url.rstrip("/")
+        self.url = redact(url.rstrip("/"))
+        self._secrets = Secrets.of(url, options)
         scheme = url.partition("://")[0]
         try:
             self._system, root = fsspec.core.url_to_fs(url, **options)
-        except (ImportError, ValueError, TypeError) as error:
-            raise ConfigError(f"fsspec cannot open {scheme}:// URLs such as {url!r}: {error}") from error
+        except Exception as error:  # some connect at once, and each raises errors of its own
+            explained: ConfigError | StoreError = _explain(
+                error, "open", f"the store {self.url}", self._secrets
+            )
+            if isinstance(error, ImportError | ValueError | TypeError):
+                reason = self._secrets.scrub(str(error))
+                explained = ConfigError(f"fsspec cannot open {scheme}:// URLs such as {self.url!r}: {reason}")
+            raise explained from (None if self._secrets.are_in(error) else error)
         self._root = str(root).rstrip("/")
         if any(mark in self._root for mark in _PATTERN_MARKS):
             raise ConfigError(
-                f"{url!r} has one of {' '.join(_PATTERN_MARKS)} in it, which fsspec takes for a pattern: "
-                "choose another path"
+                f"{self.url!r} has one of {' '.join(_PATTERN_MARKS)} in it, which fsspec takes for a "
+                "pattern: choose another path"
             )
-        with _explained("open", f"the store {self.url}"):
+        with _explained("open", f"the store {self.url}", self._secrets):
             if create:
                 self._system.makedirs(self._root, exist_ok=True)
             elif not self._system.exists(self._root):
@@ -126,16 +144,16 @@ class FsspecStore(Store):
     def open(self, name: str) -> ObjectReader:
         """Look an object up; see `Store.open`."""
         path = self._path(check_name(name))
-        with _explained("open", f"{name!r} in {self.url}"):
+        with _explained("open", f"{name!r} in {self.url}", self._secrets):
             info = self._fresh().info(path)
             if info["type"] != "file":
                 raise FileNotFoundError(path)
-        return FsspecReader(self._system, path, name, self.url, int(info["size"]))
+        return FsspecReader(self._system, path, name, self.url, int(info["size"]), self._secrets)
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         """List objects by prefix; see `Store.list`."""
         folder = check_prefix(prefix).rpartition("/")[0]
-        with _explained("list", f"the store {self.url}"):
+        with _explained("list", f"the store {self.url}", self._secrets):
             try:
                 found = self._fresh().find(self._path(folder) if folder else self._root, detail=True)
             except FileNotFoundError:
@@ -154,7 +172,7 @@ class FsspecStore(Store):
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects one by one; see `Store.delete`."""
         for name in [check_name(name) for name in names]:
-            with _explained("delete", f"{name!r} in {self.url}"), suppress(*_MISSING):
+            with _explained("delete", f"{name!r} in {self.url}", self._secrets), suppress(*_MISSING):
                 self._system.rm_file(self._path(name))
 
     def lock_writer(self) -> WriterLock:
@@ -162,7 +180,7 @@ class FsspecStore(Store):
 
         See `Store.lock_writer` and this module.
         """
-        lease = _FsspecLease(self._system, self._path(LEASE_OBJECT), self.url)
+        lease = _FsspecLease(self._system, self._path(LEASE_OBJECT), self.url, self._secrets)
         lock = Lease(lease, self.url, _LEASE_SECONDS)
         try:
             self._delete_partial()
@@ -178,7 +196,7 @@ class FsspecStore(Store):
         path = self._path(check_name(name))
         folder, _, _ = path.rpartition("/")
         partial = f"{folder}/{PARTIAL_PREFIX}{secrets.token_hex(8)}"
-        with _explained("write", f"{name!r} in {self.url}"):
+        with _explained("write", f"{name!r} in {self.url}", self._secrets):
             if self._fresh().exists(path):
                 raise AlreadyExists(
                     f"{self.url} has an object {name!r} already: another writer may be at work"
@@ -195,7 +213,7 @@ class FsspecStore(Store):
                 raise
 
     def _delete_partial(self) -> None:
-        with _explained("list", f"the store {self.url}"):
+        with _explained("list", f"the store {self.url}", self._secrets):
             try:
                 found = self._fresh().find(self._root)
             except FileNotFoundError:
@@ -219,13 +237,14 @@ class FsspecStore(Store):
 class _FsspecLease:
     """The lease as a file whose content is compared before it is replaced; not atomic."""
 
-    def __init__(self, system: Any, path: str, url: str) -> None:
+    def __init__(self, system: Any, path: str, url: str, secrets: Secrets) -> None:
         self._system = system
+        self._secrets = secrets
         self._path = path
         self._what = f"the lease of {url}"
 
     def read(self) -> tuple[bytes, str] | None:
-        with _explained("read", self._what):
+        with _explained("read", self._what, self._secrets):
             self._system.invalidate_cache()
             try:
                 content = bytes(self._system.cat_file(self._path))
@@ -245,7 +264,7 @@ class _FsspecLease:
         return self._write(content)
 
     def _write(self, content: bytes) -> str:
-        with _explained("write", self._what):
+        with _explained("write", self._what, self._secrets):
             self._system.pipe_file(self._path, content)
         return hashlib.sha256(content).hexdigest()
 

@@ -26,6 +26,7 @@ from holdfast.checkpoint.store.base import (
 )
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
 from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError, StoreUnreachable
+from holdfast.redaction import Secrets, redact, redacted
 
 try:
     import obstore
@@ -48,7 +49,7 @@ _GAP_WORTH_READING_BYTES = 256 * 1024  # reading it costs less than one more req
 _WRITER_MARK = "holdfast-writer"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class S3Options:
     """How to reach a bucket; what is None comes from the environment, else from obstore's defaults.
 
@@ -82,6 +83,19 @@ class S3Options:
             raise ConfigError(f"s3:// has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
         return cls(**options)
 
+    def __repr__(self) -> str:
+        shown = redacted({field.name: getattr(self, field.name) for field in fields(self)})
+        return f"S3Options({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def secrets(self) -> dict[str, str]:
+        """What must not be shown, by name, from the environment too."""
+        given = {
+            "secret_access_key": self.secret_access_key or os.environ.get("AWS_SECRET_ACCESS_KEY"),
+            "session_token": self.session_token or os.environ.get("AWS_SESSION_TOKEN"),
+            "endpoint": self.endpoint or os.environ.get("AWS_ENDPOINT_URL"),
+        }
+        return {name: value for name, value in given.items() if value}
+
     def bucket_settings(self) -> dict[str, Any]:
         """Return the keyword arguments for obstore."""
         endpoint = self.endpoint or os.environ.get("AWS_ENDPOINT_URL")
@@ -111,8 +125,8 @@ class S3Options:
         }
 
 
-def _explain(error: Exception, doing: str, what: str) -> StoreError:
-    reason = str(error).split("\n", 1)[0][:300]
+def _explain(error: Exception, doing: str, what: str, secrets: Secrets) -> StoreError:
+    reason = secrets.scrub(str(error)).split("\n", 1)[0][:300]
     if isinstance(error, FileNotFoundError):
         return ObjectMissing(f"there is no object {what}: it was deleted or never written")
     refused = (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError)
@@ -131,11 +145,12 @@ def _explain(error: Exception, doing: str, what: str) -> StoreError:
 
 
 @contextmanager
-def _explained(doing: str, what: str) -> Iterator[None]:
+def _explained(doing: str, what: str, secrets: Secrets) -> Iterator[None]:
     try:
         yield
     except (obstore_errors.BaseError, OSError) as error:
-        raise _explain(error, doing, what) from error
+        # What is shown of an error shows its cause as well.
+        raise _explain(error, doing, what, secrets) from (None if secrets.are_in(error) else error)
 
 
 def _split_reads(requests: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:
@@ -159,8 +174,11 @@ def _split_reads(requests: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]
 class S3Reader(ObjectReader):
     """An object in a bucket, read by ranged gets, several at once."""
 
-    def __init__(self, bucket: Bucket, pool: ThreadPoolExecutor, name: str, url: str, size: int) -> None:
+    def __init__(
+        self, bucket: Bucket, pool: ThreadPoolExecutor, name: str, url: str, size: int, secrets: Secrets
+    ) -> None:
         self._bucket = bucket
+        self._secrets = secrets
         self._pool = pool
         self._what = f"{name!r} in {url}"
         self.name = name
@@ -176,7 +194,7 @@ class S3Reader(ObjectReader):
 
     def _get(self, group: list[ReadRequest]) -> None:
         start, end = group[0].offset, group[-1].end
-        with _explained("read", self._what):
+        with _explained("read", self._what, self._secrets):
             found = memoryview(obstore.get_range(self._bucket, self.name, start=start, end=end)).cast("B")
         if found.nbytes != end - start:
             raise self._too_short(end, start + found.nbytes)
@@ -200,13 +218,20 @@ class S3Store(Store):
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
         if not bucket:
             raise ConfigError(f"{url!r} names no bucket: write s3://bucket/prefix")
-        self.url = url.rstrip("/")
+        if "@" in bucket:
+            raise ConfigError(
+                f"{url!r} has keys in it, which s3:// URLs do not take: give access_key_id and "
+                "secret_access_key as options, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+        self.url = redact(url.rstrip("/"))
+        self._secrets = Secrets.of(url, options.secrets())
         self._lease_seconds = options.lease_seconds
-        with _explained("open", f"the store {self.url}"):
+        with _explained("open", f"the store {self.url}", self._secrets):
             try:
                 self._bucket = Bucket(bucket, prefix=prefix or None, **options.bucket_settings())
             except ValueError as error:
-                raise ConfigError(f"{url!r} cannot be a store's URL: {error}") from None
+                reason = self._secrets.scrub(str(error))
+                raise ConfigError(f"{self.url!r} cannot be a store's URL: {reason}") from None
             # Asked in any case, so that a wrong key or bucket shows here and not hours later.
             page = next(iter(obstore.list(self._bucket, chunk_size=1)), [])
         if not page and not create:
@@ -222,7 +247,7 @@ class S3Store(Store):
             self._create(name, b"".join(views))
             return size
         what = f"{name!r} in {self.url}"
-        with _explained("write", what):
+        with _explained("write", what, self._secrets):
             try:
                 obstore.head(self._bucket, name)
             except FileNotFoundError:
@@ -252,15 +277,15 @@ class S3Store(Store):
     def open(self, name: str) -> ObjectReader:
         """Look an object up; see `Store.open`."""
         check_name(name)
-        with _explained("open", f"{name!r} in {self.url}"):
+        with _explained("open", f"{name!r} in {self.url}", self._secrets):
             size = obstore.head(self._bucket, name)["size"]
-        return S3Reader(self._bucket, self._pool, name, self.url, size)
+        return S3Reader(self._bucket, self._pool, name, self.url, size, self._secrets)
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         """List objects by prefix; see `Store.list`."""
         # obstore matches whole parts of a path, so the last, partial one is matched here.
         folder = check_prefix(prefix).rpartition("/")[0]
-        with _explained("list", f"the store {self.url}"):
+        with _explained("list", f"the store {self.url}", self._secrets):
             found = [
                 ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
                 for page in obstore.list(self._bucket, prefix=folder or None, chunk_size=1000)
@@ -272,13 +297,14 @@ class S3Store(Store):
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; see `Store.delete`."""
         doomed = [check_name(name) for name in names]
-        with _explained("delete from", f"the store {self.url}"):
+        with _explained("delete from", f"the store {self.url}", self._secrets):
             for start in range(0, len(doomed), 1000):
                 obstore.delete(self._bucket, doomed[start : start + 1000])
 
     def lock_writer(self) -> WriterLock:
         """Take a lease, renewed in the background; see `Store.lock_writer` and `lease`."""
-        return Lease(_S3Lease(self._bucket, self.url), self.url, self._lease_seconds)
+        lease = _S3Lease(self._bucket, self.url, self._secrets)
+        return Lease(lease, self.url, self._lease_seconds)
 
     def close(self) -> None:
         """End the threads that read."""
@@ -286,7 +312,7 @@ class S3Store(Store):
 
     def _create(self, name: str, content: bytes) -> None:
         mark = secrets.token_hex(16)
-        with _explained("write", f"{name!r} in {self.url}"):
+        with _explained("write", f"{name!r} in {self.url}", self._secrets):
             try:
                 obstore.put(
                     self._bucket,
@@ -320,12 +346,13 @@ class S3Store(Store):
 class _S3Lease:
     """The lease as an object whose entity tag is compared by the server."""
 
-    def __init__(self, bucket: Bucket, url: str) -> None:
+    def __init__(self, bucket: Bucket, url: str, secrets: Secrets) -> None:
         self._bucket = bucket
+        self._secrets = secrets
         self._what = f"the lease of {url}"
 
     def read(self) -> tuple[bytes, str] | None:
-        with _explained("read", self._what):
+        with _explained("read", self._what, self._secrets):
             try:
                 found = obstore.get(self._bucket, LEASE_OBJECT)
             except FileNotFoundError:
@@ -340,7 +367,7 @@ class _S3Lease:
 
     def _put(self, content: bytes, mode: PutMode) -> str:
         changed = (obstore_errors.AlreadyExistsError, obstore_errors.PreconditionError, FileNotFoundError)
-        with _explained("write", self._what):
+        with _explained("write", self._what, self._secrets):
             try:
                 return (
                     obstore.put(self._bucket, LEASE_OBJECT, content, mode=mode, use_multipart=False)["e_tag"]

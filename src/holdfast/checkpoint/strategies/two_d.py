@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.bloom import Bloom
 from holdfast.checkpoint.chunk import OPEN, Piece
+from holdfast.checkpoint.manifest import is_needed
 from holdfast.checkpoint.records import RowIds
 
 LEAST_LIVE_FRACTION = 0.5
@@ -131,12 +132,6 @@ class ChunkList:
         chunks = {key: chunk for key, chunk in self.chunks.items() if key not in without}
         chunks.update((chunk.key, chunk) for chunk in added)
         return ChunkList(self.columns, chunks)
-
-
-def is_needed(born: int, died: int, kept_versions: Sequence[int]) -> bool:
-    """Whether one of the versions (ascending) reads what was born and died in these."""
-    at = int(np.searchsorted(kept_versions, born))
-    return at < len(kept_versions) and kept_versions[at] < died
 
 
 def ranges_overlap(chunk: Chunk, new_ids: RowIds) -> bool:
