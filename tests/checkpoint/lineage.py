@@ -7,11 +7,13 @@ that lie on a grid exactly, and those with NaN in them, which are kept raw, come
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.dense import encode_tree
 from holdfast.checkpoint.live import LiveTables
 from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.manifest import Manifest, Version, read_newest
@@ -149,8 +151,9 @@ class Lineage:
         return self.writer.save(step, lambda: lambda: [dense(step)], {})
 
 
+@cache
 def dense(step: int) -> bytes:
-    return f"after step {step}".encode()
+    return b"".join(encode_tree({"step": step}))
 
 
 def check_version(

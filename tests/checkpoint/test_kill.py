@@ -42,6 +42,7 @@ def check_after(store: Store, promised: dict[int, int], strategy: int) -> None:
     with store.lock_writer():
         line = Lineage(store, Policy(strategy=STRATEGIES[strategy], keep=POLICY["keep"]))
         assert line.step == listed.get(newest, 0)
+        line.writer.catalog.take_over()
         check_no_leftovers(line)
         line.train()
         line.save()
