@@ -7,22 +7,28 @@ one fails, as a trainer does that only logs the error.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
+import holdfast as hf
+from holdfast.checkpoint.manifest import name_of, read_newest
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import rounds
 from holdfast.checkpoint.verify import verify_versions
 from holdfast.errors import HoldfastError, SaveFailed, StoreLocked
+from holdfast.events import EventLog, read_events
 from holdfast.options import Chunked, Differential, Full, Incremental, Policy
 from holdfast.testing.interleaving import SteppedStore, Turns
 from holdfast.testing.s3 import S3Server
+from tests.checkpoint.by_hand import Rows, restored
 from tests.checkpoint.lineage import Lineage, QuickFiles, check_no_leftovers, check_store
 
 STRATEGIES: dict[str, Any] = {
@@ -148,6 +154,67 @@ def test_rivals_on_s3(s3_server: S3Server, strategy: str) -> None:
     first = 10 * list(STRATEGIES).index(strategy)
     outcomes = run_on_s3(s3_server, strategy, range(first, first + 1))
     assert outcomes["saved"], outcomes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rivals_behind_fsspec(strategy: str) -> None:
+    """As long as two do not publish at the very same instant: there, looking and writing are two steps."""
+    for seed in range(2):
+        with open_store(f"memory://rivals/{next(_places)}", create=True) as store:
+            policy = Policy(strategy=STRATEGIES[strategy], keep=3, deletion_delay_seconds=0.0)
+            rivals = Rivals(store, policy, seed, saves=3)
+            rivals.run()
+            rivals.check()
+    fsspec.filesystem("memory").rm("/rivals", recursive=True)
+
+
+def test_a_manifest_that_was_replaced_behind_fsspec() -> None:
+    """Two looked, and both found the name free: the one whose manifest is gone notices at its next save."""
+    with open_store(f"memory://rivals/{next(_places)}", create=True) as store:
+        line = Lineage(store, Policy())
+        line.train()
+        line.save()
+        line.writer.wait()
+        newest = name_of(read_newest(store).number)
+        fsspec.filesystem("memory").pipe_file(f"{store.url.removeprefix('memory:/')}/{newest}", b"another's")
+        line.train()
+        line.save()
+        with pytest.raises(StoreLocked, match="another writer has taken"):
+            line.writer.wait()
+        line.writer.close()
+        assert [info.name for info in store.list("manifests/")][-1] == newest
+    fsspec.filesystem("memory").rm("/rivals", recursive=True)
+
+
+def test_a_trainer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is one that other hosts do not see. Who was there first is told, and can save no more."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    (tmp_path / "log").mkdir()
+    path, policy, one, two = tmp_path / "store", hf.Policy(keep=2), Rows(), Rows()
+    with (
+        EventLog(tmp_path / "log") as events,
+        hf.Checkpointer(path, one.objects, policy, events=events) as first,
+    ):
+        first.save(0)
+        first.wait()
+        with hf.Checkpointer(path, two.objects, policy) as second:
+            second.restore()
+            for step in range(1, 5):
+                two.change(second, step)
+                second.save(step)
+            second.wait()
+            one.change(first, 7)
+            assert first.save(9) == 2
+            with pytest.raises(StoreLocked, match=r"another writer has taken .* over .*stop one of the two"):
+                first.wait()
+            for _ in range(2):
+                with pytest.raises(StoreLocked, match="another writer has taken"):
+                    first.save(10)
+            assert [v.step for v in second.versions()] == [3, 4]
+            second.save(5)
+    told = [(e["event"], e["version"]) for e in read_events(tmp_path / "log")]
+    assert told == [("checkpoint_saved", 1), ("checkpoint_failed", 2)]
+    assert restored(path) == two.value()
 
 
 @pytest.mark.soak
