@@ -7,6 +7,7 @@ that lie on a grid exactly, and those with NaN in them, which are kept raw, come
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,7 @@ class Lineage:
         return self.writer.save(step, lambda: lambda: [dense(step)], {})
 
 
+@cache
 def dense(step: int) -> bytes:
     """A file of dense state, as a trainer's would be."""
     return b"".join(bytes(part) for part in encode_tree({"after step": step}))

@@ -98,6 +98,7 @@ def check(state: CrashState, folder: Path, cache: Path, policy: hf.Policy) -> No
         assert not missing, f"after {state.prefix} operations ({state.kind}), versions {missing} are gone"
         with store.lock_writer():
             line = Lineage(store, policy)
+            line.writer.catalog.take_over()
             check_no_leftovers(line)
             for _ in range(2):
                 line.train()

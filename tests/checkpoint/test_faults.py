@@ -13,7 +13,7 @@ import pytest
 from holdfast.checkpoint.store.base import PARTIAL_PREFIX
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import rounds
-from holdfast.errors import CorruptCheckpoint, SaveFailed, StoreError
+from holdfast.errors import CheckpointError, SaveFailed, StoreError
 from holdfast.options import Chunked, Policy
 from holdfast.testing.faults import READING_OPERATIONS, WRITING_OPERATIONS, FaultyFiles
 from tests.checkpoint.lineage import (
@@ -63,7 +63,7 @@ def go_on(root: Path, policy: Policy, files: Faulty) -> tuple[set[int], int]:
         try:
             held.enter_context(store.lock_writer())
             line = Lineage(store, policy)
-        except (StoreError, CorruptCheckpoint):
+        except (StoreError, CheckpointError):
             return promised, 1
         held.callback(line.writer._thread.close)
         for _ in range(SAVES):
@@ -94,6 +94,7 @@ def check_after(root: Path, policy: Policy, promised: set[int]) -> None:
         assert expected <= listed
         assert promised or {1, 2, 3} <= listed
         line = Lineage(store, policy)
+        line.writer.catalog.take_over()
         check_no_leftovers(line)
         assert not list(root.rglob(f"{PARTIAL_PREFIX}*"))
         for _ in range(2):

@@ -79,7 +79,7 @@ def test_a_first_save_that_fails_clears_away_its_own(tmp_path: Path, monkeypatch
             ckpt.save(0)
             with pytest.raises(hf.SaveFailed):
                 ckpt.wait()
-        assert files_in(tmp_path) == {LEFT, "writer.lock"}
+        assert files_in(tmp_path) == {LEFT, "manifests/0000000001.json", "writer.lock"}
 
 
 @pytest.mark.parametrize("path", ["", "file://"])

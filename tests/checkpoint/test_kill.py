@@ -16,6 +16,7 @@ from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.base import PARTIAL_PREFIX
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import StoreLocked
+from holdfast.events import read_events
 from holdfast.options import Policy
 from holdfast.testing.faults import WRITING_OPERATIONS
 from holdfast.testing.s3 import S3Server
@@ -42,6 +43,7 @@ def check_after(store: Store, promised: dict[int, int], strategy: int) -> None:
     with store.lock_writer():
         line = Lineage(store, Policy(strategy=STRATEGIES[strategy], keep=POLICY["keep"]))
         assert line.step == listed.get(newest, 0)
+        line.writer.catalog.take_over()
         check_no_leftovers(line)
         line.train()
         line.save()
@@ -111,7 +113,7 @@ def test_killed_at_every_moment(tmp_path: Path, workers: Workers, operation: str
 def test_a_stopped_writer_keeps_its_folder(tmp_path: Path, workers: Workers) -> None:
     """On a local disk the lock is the kernel's: it lasts as long as its holder, however slow."""
     pid = workers.start(
-        "write", url=str(tmp_path), strategy=CHUNKED, policy=POLICY, stop_at_publish=4, saves=10
+        "write", url=str(tmp_path), strategy=CHUNKED, policy=POLICY, stop_at=("publish", 4), saves=10
     )
     workers.hear("open", pid)
     wait_until_stopped(pid)
@@ -136,23 +138,15 @@ def test_a_writer_that_sleeps_through_its_lease(s3_server: S3Server, workers: Wo
     """
     url = f"s3://{s3_server.bucket}/sleeper{publish}"
     options: dict[str, Any] = s3_server.options(lease_seconds=1.0)
-    first = workers.start(
-        "write", url=url, options=options, strategy=CHUNKED, policy=POLICY, stop_at_publish=publish, saves=10
-    )
+    order = {"url": url, "options": options, "strategy": CHUNKED, "policy": POLICY}
+    first = workers.start("write", **order, stop_at=("publish", publish), saves=10)
     workers.hear("open", first)
     wait_until_stopped(first)
     with open_store(url, create=False, options=options) as store:
         before = check_store(store)
         time.sleep(1.2)
-        second = workers.start(
-            "write",
-            url=url,
-            options=options,
-            strategy=CHUNKED,
-            policy=POLICY,
-            saves=1,
-            stop_at_publish=2,  # the first is the fence
-        )
+        # With the first manifest it takes over.
+        second = workers.start("write", **order, stop_at=("publish", 2), saves=1)
         workers.hear("open", second)
         wait_until_stopped(second)
         os.kill(first, signal.SIGCONT)
@@ -166,3 +160,36 @@ def test_a_writer_that_sleeps_through_its_lease(s3_server: S3Server, workers: Wo
         (saved,) = versions(said)
         found = check_store(store)
         assert [v.version for v in found.versions] == [*(v.version for v in before.versions), saved]
+
+
+@pytest.mark.parametrize(
+    ("operation", "at"), [("put", 5), ("put", 6), ("publish", 4), ("publish", 5), ("list", 24), ("delete", 4)]
+)
+def test_a_writer_that_wakes_up_long_after_its_lease(
+    s3_server: S3Server, workers: Workers, tmp_path: Path, operation: str, at: int
+) -> None:
+    """Meanwhile its successor has saved so often that the number of its next manifest is free again."""
+    url = f"s3://{s3_server.bucket}/woken/{operation}{at}"
+    options: dict[str, Any] = s3_server.options(lease_seconds=0.5)
+    policy = {"keep": 20, "deletion_delay_seconds": 0.0}
+    order = {"url": url, "options": options, "strategy": CHUNKED, "policy": policy}
+    first = workers.start("write", **order, stop_at=(operation, at), saves=10, events=str(tmp_path))
+    workers.hear("open", first)
+    wait_until_stopped(first)
+    with open_store(url, create=False, options=options) as store:
+        time.sleep(0.6)
+        second = workers.start("write", **order, saves=4, steps=3)
+        code, said = workers.end(second)
+        assert (code, said[-1]["event"]) == (0, "done"), said
+        listed = {v.version: v.step for v in check_store(store).versions}
+        assert versions(said).items() <= listed.items()
+        os.kill(first, signal.SIGCONT)
+        code, said = workers.end(first)
+        assert code == 0
+        assert said[-1]["event"] == "error", said
+        assert said[-1]["kind"] in ("SaveFailed", "StoreLocked"), said
+        assert {v.version: v.step for v in check_store(store).versions} == listed
+    assert versions(said).items() <= listed.items()
+    saved = {e["version"]: e["step"] for e in read_events(tmp_path) if e["event"] == "checkpoint_saved"}
+    assert len(saved) >= 2
+    assert saved.items() <= listed.items()

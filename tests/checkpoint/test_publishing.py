@@ -83,7 +83,7 @@ def test_another_writers_manifest_is_not_taken_for_ones_own(line: Lineage, tmp_p
     line.store.publish(f"manifests/{number + 1:010}.json", b"another's")
     line.train()
     line.save()
-    with pytest.raises(hf.SaveFailed, match="already: another writer may be at work"):
+    with pytest.raises(hf.StoreLocked, match="another writer has taken"):
         line.writer.wait()
     assert (tmp_path / f"manifests/{number + 1:010}.json").read_bytes() == b"another's"
 

@@ -99,7 +99,7 @@ class Trainer:
     def restart(self) -> None:
         """Another process takes up the newest version."""
         self.catalog = Catalog(self.store, self.catalog.policy)
-        self.catalog.delete_leftovers()
+        self.catalog.take_over()
         self.shard = Shard(0, GROUPS, self.shard.strategy)
         newest = self.catalog.newest
         assert newest is not None

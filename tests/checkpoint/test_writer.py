@@ -156,11 +156,12 @@ def test_another_writers_manifest_is_never_passed_over(tmp_path: Path) -> None:
         newest = max((tmp_path / "manifests").iterdir())
         newest.with_name(f"{int(newest.stem) + 1:010}.json").write_bytes(b"of another writer")
         ckpt.save(1)
-        with pytest.raises(hf.SaveFailed, match="another writer may be at work"):
+        with pytest.raises(hf.StoreLocked, match="another writer has taken"):
             ckpt.wait()
-        ckpt.save(2)
-        with pytest.raises(hf.SaveFailed, match="another writer may be at work"):
-            ckpt.wait()
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(hf.StoreLocked, match="another writer has taken"):
+            ckpt.save(2)
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

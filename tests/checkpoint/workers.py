@@ -27,6 +27,7 @@ from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import NoSuchVersion, ObjectMissing
+from holdfast.events import EventLog
 from holdfast.options import Policy
 from tests.checkpoint.lineage import STRATEGIES, Lineage, QuickFiles, check_version
 
@@ -67,16 +68,18 @@ def write(order: dict[str, Any], say: Say) -> None:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     policy = Policy(strategy=STRATEGIES[order["strategy"]], **order.get("policy", {}))
-    with store_of(order) as store, store.lock_writer() as lock:
-        stop_at(store, order.get("stop_at_publish"))
-        line = Lineage(store, policy)
+    events = EventLog(Path(order["events"]) if "events" in order else None)
+    with store_of(order) as store, store.lock_writer() as lock, events:
+        stop_at(store, *order.get("stop_at", ("publish", 0)))
+        line = Lineage(store, policy, events)
         say("open")
         waiting: tuple[int, int] | None = None
         for _ in range(order.get("saves", 10**9)):
             if told:
                 break
             lock.renew()
-            line.train()
+            for _ in range(order.get("steps", 1)):
+                line.train()
             number = line.save()  # returns when the one before is durable
             if waiting:
                 say("saved", version=waiting[0], step=waiting[1])
@@ -86,19 +89,17 @@ def write(order: dict[str, Any], say: Say) -> None:
             say("saved", version=waiting[0], step=waiting[1])
 
 
-def stop_at(store: Store, publish: int | None) -> None:
-    """Let the process stop itself before the n-th manifest: all files are there, and it is not."""
-    if publish is None:
-        return
-    real, left = store.publish, [publish]
+def stop_at(store: Store, operation: str, at: int) -> None:
+    """Let the process stop itself before the n-th call of an operation of the store; never if n is 0."""
+    real, left = getattr(store, operation), [at]
 
-    def stop(name: str, data: bytes) -> None:
+    def stop(*arguments: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
-        real(name, data)
+        return real(*arguments)
 
-    store.publish = stop  # type: ignore[method-assign]
+    setattr(store, operation, stop)
 
 
 def read(order: dict[str, Any], say: Say) -> None:

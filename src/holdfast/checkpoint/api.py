@@ -79,7 +79,8 @@ class Checkpointer:
     their digests sooner or later (``Policy(verify=…)``): they are saved then, and versions that lack them are
     flagged as unverified.
     Errors of saves in the background are raised by the next call as SaveFailed; training may go on, the
-    rows are in the next save.
+    rows are in the next save. When another writer has taken the store over, the next call and every later
+    ``save`` raise StoreLocked.
 
     A process that is forked off, such as a loader's worker, has no part in it: the lock and the saves stay
     with the process that made it, and ``save`` elsewhere raises StoreLocked.
@@ -306,7 +307,7 @@ class Checkpointer:
         # The error that is under way matters more than what closing may add to it.
         try:
             self.close()
-        except CheckpointError as second:
+        except HoldfastError as second:
             log.warning("closing %s: %s", self.store.url, second)
 
     def _check_open(self) -> None:

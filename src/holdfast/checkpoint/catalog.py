@@ -1,7 +1,25 @@
 """The store as its one writer sees it: versions, retention, and the order in which things become true.
 
-``commit`` is the only place where a version comes to exist or ceases to: everything it names is durable
+``_publish`` is the only place where a version comes to exist or ceases to: everything it names is durable
 before its manifest is published, and nothing is deleted before that manifest, and the one after it, stand.
+
+**Why a stale writer harms nothing.** Locks may fail: a lease runs out while its holder sleeps, and some
+network file systems keep locks to one host. So no lock is relied upon, only that one name is published once.
+
+1. Manifests are deleted, and their numbers become free names: a writer that sleeps may publish below the
+   newest. But the highest number in a store never goes down: a manifest is deleted by one whose own is two
+   above it, or by its own writer, who has seen a higher one. And it goes up by one at a time.
+2. So a writer that sees no number above its own, after it has published, knows that its manifest was the
+   newest when it was published, and that the one it is made from was the newest before (but for those of its
+   own of which it was told that they failed). Such manifests form one line. Who sees a higher number deletes
+   the manifest it has just published, and nothing else, and is *fenced off* for good.
+3. A file that a manifest of the line does not name is not named by any after it: a writer names what the
+   manifest before has, and files of its own, whose names are random. Whoever deletes such a file does no
+   harm, however long it has slept since it checked that its manifest is of the line.
+4. Files that no manifest names may be another writer's, to be named by its next. So a writer *takes over*
+   before it puts its first file: it publishes a manifest of its own, with nothing new in it. And whoever
+   deletes such files lists them first and looks for a higher number then: if there is none, they are of
+   writers that are fenced off, or its own.
 """
 
 from __future__ import annotations
@@ -9,8 +27,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -19,13 +38,21 @@ from holdfast.checkpoint.chunk import OPEN, checksum
 from holdfast.checkpoint.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, FileEntry, Manifest, Version
 from holdfast.checkpoint.records import Group
 from holdfast.checkpoint.store import Store
-from holdfast.errors import AlreadyExists, CheckpointError, CorruptCheckpoint
+from holdfast.errors import (
+    AlreadyExists,
+    CheckpointError,
+    CorruptCheckpoint,
+    ObjectMissing,
+    StoreError,
+    StoreLocked,
+)
 from holdfast.options import Policy
 
 log = logging.getLogger("holdfast.checkpoint")
 
 # An object store cannot keep an open file for a restore that is under way: it gets this long.
 _REMOTE_DELETION_DELAY_SECONDS = 600.0
+_TRIES = 100
 
 
 class FileChange(Protocol):
@@ -66,14 +93,15 @@ class Catalog:
         self.policy = policy
         self.complaints: list[str] = []
         self.problem: BaseException | None = None
-        self.manifest: Manifest = manifests.read_newest(store, self.complaints)
-        existing = manifests.numbers(store)
-        self._stored = set(existing)
-        self._last_number = max([0, *existing, *manifests.misplaced(store)])
+        self._last_number = self._read_newest()
+        self._stored: set[int] = set()
+        self._own: bytes | None = None
+        self._fenced_off = ""
         self._attempts: set[str] = set()
         self._undeleted: list[str] = []
         self._found_before: set[str] = set()
-        self._previous = self._read_previous(existing)
+        self._leave_alone_what_is_there()
+        self._previous = self._read_previous()
         # A damaged manifest may have had later versions. Their files are there, as nothing was deleted since.
         self._last_seen = max(
             (manifests.version_of(info.name) for info in (store.list("dense/") if self.complaints else ())),
@@ -87,8 +115,22 @@ class Catalog:
             else _REMOTE_DELETION_DELAY_SECONDS
         )
 
-    def _read_previous(self, existing: Sequence[int]) -> Manifest:
-        older = [n for n in existing if n < self.manifest.number]
+    def _read_newest(self) -> int:
+        """Read the manifest to go on from; returns the highest number that is taken."""
+        highest = self._highest_taken()
+        for _ in range(_TRIES):
+            self.complaints = []
+            self.manifest: Manifest = manifests.read_newest(self.store, self.complaints)
+            before, highest = highest, self._highest_taken()
+            if highest == before:  # else a newer one may have come after the one that was read
+                return highest
+        raise StoreLocked(f"another writer is at work in {self.store.url}: stop it", "unknown", 0)
+
+    def _highest_taken(self) -> int:
+        return max([0, *manifests.numbers(self.store), *manifests.misplaced(self.store)])
+
+    def _read_previous(self) -> Manifest:
+        older = [n for n in manifests.numbers(self.store) if n < self.manifest.number]
         if not older:
             return EMPTY
         try:
@@ -107,44 +149,59 @@ class Catalog:
         used = [v.version for v in self.manifest.versions]
         return max([*used, self.manifest.last_version, self._last_seen]) + 1
 
-    def delete_leftovers(self, *, of_others: bool = True) -> list[str]:
-        """Delete files that no manifest names: what writers that died, or failed saves, have left behind.
+    def take_over(self, *, without: Iterable[int] = ()) -> list[str]:
+        """Become the store's writer: call it before the first file is put. Later calls do nothing.
 
-        Does nothing if a manifest was damaged: what it named may be all that is left of a version. Nor if
-        one may have been published without our knowing. What was there before the first manifest is left
-        alone: the folder may be somebody else's, or a copy of a store that is not complete yet.
+        Publishes what stands, without the versions that are named, under a number that fences off the writer
+        before this one. Then deletes what that one has left behind, and returns it.
 
-        A writer does so at its start (``of_others``), and that fences off the one before it: a writer that
-        lost its lease may be asleep with its files written and its manifest not yet published. Taking that
-        manifest's number makes sure that it never will be, before anything of it is deleted or built upon.
+        Raises:
+            StoreLocked: another writer has come after this one.
         """
-        if self.complaints or self._attempts:
+        self.raise_if_fenced_off()
+        if self._own is not None:
             return []
-        named = self.manifest.file_names() | self._previous.file_names()
-        named |= {name for name, _ in self.manifest.retired}
-        found = [info.name for folder in DATA_FOLDERS for info in self.store.list(folder)]
-        if of_others and found and not self.manifest.number:
+        self.store.clear_unfinished()
+        self._leave_alone_what_is_there()
+        self.delete_versions(without)
+        try:
+            return self.delete_leftovers()
+        except StoreLocked:
+            raise
+        except StoreError as error:  # the next one clears it away
+            log.warning("what writers have left in %s stays: %s", self.store.url, error)
+            return []
+
+    def _leave_alone_what_is_there(self) -> None:
+        """Without a manifest, the folder may be somebody else's, or a copy that is not complete yet."""
+        found = self._data_files() if not self.manifest.number else []
+        if found and not self._found_before:
             log.warning(
                 "%s has no manifest, but %d files in the folders of a store, such as %s: they are left alone",
                 self.store.url, len(found), found[0],
             )  # fmt: skip
-            self._found_before = set(found)
+        self._found_before |= set(found)
+
+    def _data_files(self) -> list[str]:
+        return [info.name for folder in DATA_FOLDERS for info in self.store.list(folder)]
+
+    def delete_leftovers(self) -> list[str]:
+        """Delete files that no manifest names: what writers that died, or failed saves, have left behind.
+
+        Does nothing if a manifest was damaged: what it named may be all that is left of a version. Nor if
+        one may have been published without our knowing, nor before ``take_over``.
+        """
+        self.raise_if_fenced_off()
+        if self.complaints or self._attempts or self._own is None:
             return []
-        leftovers = [
-            name
-            for name in found
-            if name not in named and name not in self._found_before and manifests.is_written_name(name)
-        ]
-        if of_others and (leftovers or self.store.lock_can_run_out):
-            self._publish(self.manifest.eras, self.manifest.versions)
-        elif not of_others and self._is_fenced_off():
-            return []  # these may be a successor's; asked after the listing, which knows none that came later
+        named = self.manifest.file_names() | self._previous.file_names()
+        named |= {name for name, _ in self.manifest.retired} | self._found_before
+        leftovers = [n for n in self._data_files() if n not in named and manifests.is_written_name(n)]
+        # After the listing: a successor takes over before it puts anything, so none of these are its own.
+        self._look_for_others()
         if leftovers:
             self.store.delete(leftovers)
         return leftovers
-
-    def _is_fenced_off(self) -> bool:
-        return max(manifests.numbers(self.store), default=0) != self._last_number
 
     def commit_version(
         self,
@@ -255,36 +312,100 @@ class Catalog:
         self._delete_outdated(before.number, due)
 
     def _publish_next(self, draft: Manifest) -> Manifest:
-        """Publish a manifest under the next number that is free."""
+        """Publish a manifest under the next number, and make sure that it is the newest."""
+        self.raise_if_fenced_off()
+        self.store.sync()  # apart from publishing: if this fails, it is certain that nothing was published
+        self._look_for_others()
         while True:
             number = self._last_number + 1
             data = manifests.encode(msgspec.structs.replace(draft, number=number))
             complete = _as_it_will_be_read(data, self.store.url)
-            taken = False
             try:
                 # The manifest comes last: whoever sees it may rely on every file that it names.
-                try:
-                    self.store.publish(manifests.name_of(number), data)
-                except AlreadyExists:
-                    found = self._content(number)
-                    if found == data:
-                        # It is ours: a request was carried out, repeated as its answer was lost, and refused.
-                        self.store.sync()
-                    elif checksum(found) in self._attempts:
-                        taken = True  # whoever waited for it was told that it failed, and so it did
-                    else:
-                        raise
-            except AlreadyExists:
+                if self._create(number, data):
+                    self._make_sure(number, data)
+                    break
+            except StoreLocked:
                 raise
             except BaseException:
-                # It may exist all the same: an answer was lost, or it could not be taken away again.
-                self._attempts.add(checksum(data))
+                if self._may_exist(number):
+                    self._attempts.add(checksum(data))
                 raise
-            self._stored.add(number)
-            self._last_number = number
-            if not taken:
-                self._attempts.clear()
-                return complete
+            self._last_number = number  # an attempt of ours has it
+        self._last_number = number
+        self._own = data
+        self._attempts.clear()
+        return complete
+
+    def _may_exist(self, number: int) -> bool:
+        """Whether a manifest may be there that was said to have failed: its name was not synced, say.
+
+        It is left there: whoever has read it goes on from its number, so that number is never used again.
+        """
+        try:
+            return self.store.may_publish_late or number in manifests.numbers(self.store)
+        except StoreError:
+            return True
+
+    def _create(self, number: int, data: bytes) -> bool:
+        """Publish; False if one of ours stands there that was said to have failed, and so it did."""
+        try:
+            self.store.publish(manifests.name_of(number), data)
+        except AlreadyExists as taken:
+            try:
+                found = self._content(number)
+            except ObjectMissing:
+                raise taken from None
+            if checksum(found) in self._attempts:
+                return False
+            if found != data:
+                self._fence_off(number)
+            # It is ours: a request was carried out, repeated as its answer was lost, and refused.
+            self.store.sync()
+        return True
+
+    def _look_for_others(self) -> None:
+        """Raise StoreLocked if another writer has published since we did, or have read the store."""
+        newest = max(manifests.numbers(self.store), default=0)
+        tried = self._attempts and newest == self._last_number + 1
+        if tried and checksum(self._content(newest)) in self._attempts:
+            self._last_number = newest  # it is ours, though it was said to have failed
+        elif newest > self._last_number:
+            self._fence_off(newest)
+        elif self._own is not None and not self.store.publishes_exclusively:
+            self._raise_if_replaced(self._last_number, self._own)
+
+    def _make_sure(self, number: int, data: bytes) -> None:
+        """Withdraw what has just been published if it is not the newest."""
+        found = manifests.numbers(self.store)
+        if found and found[0] > number:
+            with suppress(
+                StoreError
+            ):  # below the newest it is read by nobody, and the next writer deletes it
+                self.store.delete([manifests.name_of(number)])
+            self._fence_off(found[0])
+        if not self.store.publishes_exclusively:
+            self._raise_if_replaced(number, data)
+        self._stored = set(found)
+
+    def _raise_if_replaced(self, number: int, own: bytes) -> None:
+        """Where a name can be published twice, the later one stands."""
+        with suppress(ObjectMissing):
+            if self._content(number) != own:
+                self._fence_off(number)
+
+    def _fence_off(self, newest: int) -> NoReturn:
+        self._fenced_off = (
+            f"another writer has taken {self.store.url} over (it has published manifest {newest}, and "
+            f"{self._last_number} is the last that this one knows): this one saves and deletes nothing any "
+            "more, stop one of the two"
+        )
+        raise StoreLocked(self._fenced_off, "unknown", 0)
+
+    def raise_if_fenced_off(self) -> None:
+        """Raise StoreLocked if another writer is known to have taken the store over. Asks nobody."""
+        if self._fenced_off:
+            raise StoreLocked(self._fenced_off, "unknown", 0)
 
     def _content(self, number: int) -> bytes:
         with self.store.open(manifests.name_of(number)) as reader:
@@ -304,6 +425,7 @@ class Catalog:
             return
         self._stored.difference_update(outdated)
         self._undeleted = []
+        self.problem = None
 
 
 def _flagged(versions: Iterable[Version], unverified: Mapping[int, str]) -> list[Version]:

@@ -288,7 +288,8 @@ def read_newest(store: Store, complaints: list[str] | None = None) -> Manifest:
     """The newest manifest that is whole; EMPTY for a store with none at all.
 
     What is wrong with newer ones is appended to ``complaints``. Raises CorruptCheckpoint if there are
-    manifests and none can be read, StoreError if it is the store that does not answer.
+    manifests and none can be read, or none but one without versions; StoreError if it is the store that does
+    not answer.
     """
     for _ in range(_TRIES):
         problems: list[str] = []
@@ -308,6 +309,8 @@ def read_newest(store: Store, complaints: list[str] | None = None) -> Manifest:
                 raise_if_unreachable(store, error)
                 problems.append(str(error))
                 continue
+            if problems and not manifest.versions:
+                break  # of a writer that had just begun: what has come since is damaged, not nothing
             if complaints is not None:
                 complaints += problems
             return manifest

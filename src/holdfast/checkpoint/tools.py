@@ -358,9 +358,10 @@ def collect_garbage(store: Store, policy: Policy, *, dry_run: bool = False) -> G
         catalog = _open_catalog(store, policy)
         before = stored_files(store)
         doomed = _doomed(catalog)
-        leftovers = catalog.delete_leftovers()
-        if doomed:
-            catalog.delete_versions(doomed)
+        store.clear_unfinished()
+        leftovers: list[str] = []
+        if doomed or catalog.manifest.retired or leftover_files(store):
+            leftovers = catalog.take_over(without=doomed)
         _free_retired(catalog)
         # Only now, as it takes room, which may have been short.
         rewritten, problems = _rewrite_histories(catalog) if doomed else ([], [])

@@ -40,6 +40,7 @@ from holdfast.errors import (
     ObjectMissing,
     SaveFailed,
     StoreError,
+    StoreLocked,
     message_of,
 )
 from holdfast.events import EventLog
@@ -114,7 +115,6 @@ class Writer:
         for complaint in self.catalog.complaints:
             log.warning("%s: an older manifest is used: %s", store.url, complaint)
             self.events.emit("checkpoint_damaged", version=None, error=complaint)
-        self.catalog.delete_leftovers()
         self.tracker = Tracker(())
         self.reports: list[SaveReport] = []
         self._groups: tuple[Group, ...] = ()
@@ -306,6 +306,7 @@ class Writer:
         called = time.perf_counter()
         self._saved_wait()
         self.collect()
+        self.catalog.raise_if_fenced_off()
         started = time.perf_counter()
         job: Callable[[], None] | None = None
         try:
@@ -339,7 +340,10 @@ class Writer:
         return version
 
     def collect(self) -> None:
-        """Take note of what became of the last save, if it is done; raises SaveFailed if it failed."""
+        """Take note of what became of the last save, if it is done; raises SaveFailed if it failed.
+
+        Raises StoreLocked if another writer has taken the store over, and so would every later save.
+        """
         outcome = self._under_way
         if outcome is not None and outcome.known.is_open():
             if outcome.error is None:
@@ -347,6 +351,8 @@ class Writer:
             else:
                 self.tracker.give_back()
             self._under_way = None  # last: whoever is interrupted before it does this again
+            if isinstance(outcome.error, StoreLocked):
+                raise outcome.error  # no later save will do any better
             if outcome.error is not None:
                 raise SaveFailed(
                     f"a save to {self.store.url} failed: {message_of(outcome.error)}; its rows are still "
@@ -476,6 +482,7 @@ class Writer:
             if self._digests is not None:
                 self._digests.note(number, rows, baseline=baseline)
             outcome.noted.open()
+            self.catalog.take_over()
             shard, encoder = self._shard, self._encoder
             if baseline:
                 encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
@@ -530,7 +537,7 @@ class Writer:
     def _clear_away(self) -> None:
         """Delete what a failed save or round has written: on a full disk the next one needs the space."""
         try:
-            self.catalog.delete_leftovers(of_others=False)
+            self.catalog.delete_leftovers()
         except Exception as error:  # the next writer clears it away
             log.warning("what a failed save left in %s stays: %s", self.store.url, message_of(error))
 

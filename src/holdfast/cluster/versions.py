@@ -199,7 +199,7 @@ class Versions:
         self._store = store
         self._lock = self._lock or store.lock_writer()
         catalog = Catalog(store, self._policy)
-        catalog.delete_leftovers()
+        catalog.take_over()  # before any server puts a file
         self._opened = catalog
 
     def _look_around(self, supervisor: Supervisor) -> None:
@@ -454,7 +454,7 @@ class Versions:
     def _clear_away(self) -> None:
         """Delete what a save that failed has written: on a full disk the next one needs the space."""
         assert self._catalog is not None
-        self._catalog.delete_leftovers(of_others=False)
+        self._catalog.delete_leftovers()
 
     # Saying so
 

@@ -303,4 +303,7 @@ class TestLock:
         for folder in (root, root / "a", root / "a" / "b"):
             (folder / f"{PARTIAL_PREFIX}dead").write_bytes(b"half")
         with store.lock_writer():
+            before = names_in_folder(root)
+            assert len(before) == 7
+            store.clear_unfinished()
             assert names_in_folder(root) == ["a", "a/b", "a/b/1", "writer.lock"]

@@ -54,6 +54,7 @@ def work(root: Path, files: type[RecordingFiles]) -> Journal:
         store.delete(["chunks/base", "bundles/new/2"])
         store.put("chunks/orphan", [chunk("chunks/orphan")])
     with LocalStore(root, create=False, files=files(journal)) as store, store.lock_writer():
+        store.clear_unfinished()
         save(store, journal, "v3", ["bundles/new/4"], ["chunks/3", "chunks/orphan", "bundles/new/4"])
     return journal
 
@@ -109,6 +110,7 @@ def test_after_any_crash_the_next_writer_can_work(tmp_path: Path) -> None:
         place = tmp_path / str(number)
         materialise(state, place)
         with LocalStore(place, create=True) as store, store.lock_writer():
+            store.clear_unfinished()
             store.put("chunks/next", [b"next"])
             store.publish("versions/next", manifest("chunks/next"))
             assert content_of(store, "versions/next") == manifest("chunks/next")

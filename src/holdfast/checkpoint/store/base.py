@@ -238,12 +238,14 @@ class Store(ABC):
     Attributes:
         url: where the store is, as messages name it: without passwords.
         keeps_open_files: whether an open object can be read on after it was deleted.
-        lock_can_run_out: whether a writer that sleeps too long may lose its lock without knowing.
+        publishes_exclusively: whether of several writers that publish one name only one succeeds.
+        may_publish_late: whether an object may appear some time after its `publish` has failed.
     """
 
     url: str
     keeps_open_files: bool = False
-    lock_can_run_out: bool = True
+    publishes_exclusively: bool = True
+    may_publish_late: bool = True
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Buffer]) -> int:
@@ -261,7 +263,9 @@ class Store(ABC):
         """Create an object at one instant, after everything that was put before it is durable.
 
         Others see it whole or not at all, and it is durable on return. Of several writers that
-        publish the same name exactly one succeeds. This is what correctness rests on.
+        publish the same name exactly one succeeds, as long as it is not deleted: this is what correctness
+        rests on. Where ``publishes_exclusively`` is False, the later one may replace the earlier one's.
+        One that fails may have created the object all the same, whole, but perhaps not durable.
 
         Raises:
             AlreadyExists: another writer was first.
@@ -292,6 +296,12 @@ class Store(ABC):
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Delete the objects, in the order given; durable on return. Names that are missing are fine."""
+
+    def clear_unfinished(self) -> None:  # noqa: B027 - some stores have no unfinished files
+        """Delete what writers that died have left half written.
+
+        Where a lock did not hold, another writer's put that is under way fails.
+        """
 
     @abstractmethod
     def lock_writer(self) -> WriterLock:

@@ -108,7 +108,7 @@ class LocalStore(Store):
     """
 
     keeps_open_files = True
-    lock_can_run_out = False
+    may_publish_late = False
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool, files: Files | None = None) -> None:
         self.url = os.fspath(path)
@@ -138,13 +138,7 @@ class LocalStore(Store):
             self._make_folder_of(name)
             self._sync_folders()  # first: whoever sees the new name may rely on all earlier puts
             self._create_whole(name, byte_views([data]))
-            try:
-                self._files.fsync_dir(split(name)[0])
-            except BaseException:
-                # The caller is told that it failed, so it must not be found later.
-                with suppress(OSError):
-                    self._files.unlink(name)
-                raise
+            self._files.fsync_dir(split(name)[0])
 
     def sync(self) -> None:
         """Make the names of all earlier puts durable."""
@@ -192,15 +186,14 @@ class LocalStore(Store):
                     self._files.fsync_dir(folder)
 
     def lock_writer(self) -> WriterLock:
-        """Take the lock and clear away what a writer that died left half done; see `Store.lock_writer`."""
+        """Take the lock; see `Store.lock_writer`."""
         with _explained("lock", f"the store {self.url}"):
-            lock = LocalLock(self._files, self.url)
-            try:
-                self._adopt()
-            except BaseException:
-                lock.release()
-                raise
-        return lock
+            return LocalLock(self._files, self.url)
+
+    def clear_unfinished(self) -> None:
+        """Delete hidden files, and let the next publish make durable whatever is here."""
+        with _explained("clear away unfinished files in", f"the store {self.url}"):
+            self._adopt()
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -105,6 +105,8 @@ class FsspecReader(ObjectReader):
 class FsspecStore(Store):
     """Objects behind fsspec; see `Store` for the contract and this module for what is weaker here."""
 
+    publishes_exclusively = False
+
     def __init__(self, url: str, *, create: bool, options: dict[str, Any]) -> None:
         self.url = redact(url.rstrip("/"))
         self._secrets = Secrets.of(url, options)
@@ -176,18 +178,9 @@ class FsspecStore(Store):
                 self._system.rm_file(self._path(name))
 
     def lock_writer(self) -> WriterLock:
-        """Take a lease, renewed in the background, and clear away what a writer that died left half done.
-
-        See `Store.lock_writer` and this module.
-        """
+        """Take a lease, renewed in the background; see `Store.lock_writer` and this module."""
         lease = _FsspecLease(self._system, self._path(LEASE_OBJECT), self.url, self._secrets)
-        lock = Lease(lease, self.url, _LEASE_SECONDS)
-        try:
-            self._delete_partial()
-        except BaseException:
-            lock.release()
-            raise
-        return lock
+        return Lease(lease, self.url, _LEASE_SECONDS)
 
     def close(self) -> None:
         """Nothing is held open: fsspec keeps file systems for the life of the process."""
@@ -212,7 +205,8 @@ class FsspecStore(Store):
                     self._system.rm_file(partial)
                 raise
 
-    def _delete_partial(self) -> None:
+    def clear_unfinished(self) -> None:
+        """Delete hidden files; see `Store.clear_unfinished`."""
         with _explained("list", f"the store {self.url}", self._secrets):
             try:
                 found = self._fresh().find(self._root)
