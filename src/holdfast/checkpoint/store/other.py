@@ -27,11 +27,19 @@ from holdfast.checkpoint.store.base import (
     check_name,
     check_prefix,
     is_connection_lost,
+    is_full,
     is_name,
     is_out_of_resources,
 )
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
-from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError, StoreUnreachable
+from holdfast.errors import (
+    AlreadyExists,
+    ConfigError,
+    ObjectMissing,
+    StoreError,
+    StoreFull,
+    StoreUnreachable,
+)
 
 try:
     import fsspec
@@ -59,6 +67,8 @@ def _explained(doing: str, what: str) -> Iterator[None]:
         raise StoreError(f"no permission to {doing} {what} ({error}): check the credentials") from error
     except Exception as error:
         # Each file system behind fsspec raises errors of its own, so all of them are taken.
+        if is_full(error):
+            raise StoreFull(f"no space left to {doing} {what} ({error}): free some there") from error
         unreachable = is_connection_lost(error) or is_out_of_resources(error)
         kind = StoreUnreachable if unreachable else StoreError
         raise kind(f"could not {doing} {what} ({type(error).__name__}: {error}): try again later") from error
