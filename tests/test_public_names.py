@@ -46,6 +46,7 @@ def test_public_names() -> None:
         "SaveFailed",
         "ServerLost",
         "StoreError",
+        "StoreFull",
         "StoreLocked",
         "StoreUnreachable",
         "Synthetic",

@@ -19,6 +19,7 @@
     └── StoreError           a store of checkpoints that cannot be read or written
         ├── ObjectMissing    an object that is not there
         ├── AlreadyExists    an object that is there and must not be overwritten
+        ├── StoreFull        no space left for an object
         ├── StoreLocked      another writer holds the store
         ├── StoreUnreachable the connection to the store is lost, or no file can be opened
         └── UnsafeName       a name that could lead out of the store
@@ -129,8 +130,12 @@ class AlreadyExists(StoreError):
     """An object was to be created under a name that is taken; it was left as it was."""
 
 
+class StoreFull(StoreError):
+    """The disk of a store has no block or no inode left, or a quota is used up."""
+
+
 class StoreLocked(StoreError):
-    """Another writer holds the store.
+    """Another writer holds the store, or has taken it over.
 
     Attributes:
         host: the machine of the writer that holds it, "unknown" if it did not say.

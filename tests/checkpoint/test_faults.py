@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.store.base import PARTIAL_PREFIX
+from holdfast.checkpoint.store.base import PARTIAL_PREFIX, RESERVE_PREFIX
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import rounds
 from holdfast.errors import CheckpointError, SaveFailed, StoreError
@@ -174,25 +174,29 @@ def test_faults_at_every_call(
     assert try_all(tmp_path, strategy, every(counts), **quantized)
 
 
+def files_in(root: Path) -> set[Path]:
+    return {p for p in root.rglob("*") if p.is_file() and not p.name.startswith(RESERVE_PREFIX)}
+
+
 def test_a_disk_that_stays_full(tmp_path: Path) -> None:
     """Every save fails, every failure is told, and the first one that works holds everything."""
     begin(tmp_path, Policy(strategy=ROUNDS))
     files = Faulty("writev", NEVER, errno.ENOSPC)
     with LocalStore(tmp_path, create=True, files=files) as store, store.lock_writer():
         line = Lineage(store, Policy(strategy=ROUNDS))
-        before = {p for p in tmp_path.rglob("*") if p.is_file()}
+        before = files_in(tmp_path)
         files._first, files._last = files.calls["writev"] + 1, None
         for _ in range(5):
             line.train()
             line.save()
             with pytest.raises(SaveFailed, match="no space left"):
                 line.writer.wait()
-            assert {p for p in tmp_path.rglob("*") if p.is_file()} == before
+            assert files_in(tmp_path) == before
         files._first = NEVER
         line.train()
         line.save()
         line.writer.close()
-        assert files.fired == 5
+        assert files.fired >= 5
         manifest = check_store(store)
         assert manifest.versions[-1].step == line.step == 9
 

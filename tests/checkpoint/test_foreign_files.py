@@ -10,6 +10,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.base import RESERVE_PREFIX
 from holdfast.checkpoint.tools import collect_garbage, leftover_files
 from tests.checkpoint.by_hand import Rows, restored
 
@@ -30,7 +31,8 @@ def put_files(root: Path, *names: str) -> None:
 
 
 def files_in(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    files = [path for path in root.rglob("*") if path.is_file() and not path.name.startswith(RESERVE_PREFIX)]
+    return {str(path.relative_to(root)) for path in files}
 
 
 def test_a_folder_that_is_no_store(tmp_path: Path) -> None:

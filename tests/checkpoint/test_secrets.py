@@ -110,7 +110,7 @@ def test_a_store_that_fails_and_says_why(
     texts = []
     with EventLog(tmp_path) as events:
         try:
-            if broken in ("open", "mv", "info"):
+            if broken in ("open", "mv", "info", "exists"):
                 with hf.Checkpointer(url, rows.objects, events=events) as ckpt:
                     Talkative.broken = (broken,)
                     ckpt.save(1)

@@ -212,7 +212,7 @@ def test_a_trainer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                     first.save(10)
             assert [v.step for v in second.versions()] == [3, 4]
             second.save(5)
-    told = [(e["event"], e["version"]) for e in read_events(tmp_path / "log")]
+    told = [(e["event"], e["version"]) for e in read_events(tmp_path / "log") if "version" in e]
     assert told == [("checkpoint_saved", 1), ("checkpoint_failed", 2)]
     assert restored(path) == two.value()
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from types import MappingProxyType
 from typing import NoReturn, Protocol
@@ -44,6 +44,7 @@ from holdfast.errors import (
     CorruptCheckpoint,
     ObjectMissing,
     StoreError,
+    StoreFull,
     StoreLocked,
 )
 from holdfast.options import Policy
@@ -262,7 +263,7 @@ class Catalog:
 
         They are deleted with it, rather than with the next version.
         """
-        self._publish(self.manifest.eras, self.manifest.versions)
+        self.delete_versions(())
 
     def delete_versions(self, numbers: Iterable[int]) -> None:
         """Make versions cease to exist, and delete what only they needed.
@@ -270,7 +271,36 @@ class Catalog:
         A shard that has written the newest version cannot go on when that is among them: resume it.
         """
         gone = set(numbers)
-        self._publish(self.manifest.eras, [v for v in self.manifest.versions if v.version not in gone])
+        versions = [v for v in self.manifest.versions if v.version not in gone]
+        self._publish(self.manifest.eras, versions, from_reserve=True)
+
+    def make_room(self, needed: Set[int] = frozenset()) -> bool:
+        """On a full disk, delete now what else would go with the next version; False if there is nothing.
+
+        ``needed`` are versions to be kept whatever the policy says: one that is known to be whole should stay
+        until there is another.
+        """
+        kept = {v.version for v in self.retained()}
+        doomed = [v.version for v in self.manifest.versions if v.version not in kept | needed]
+        if not doomed and not self._due(time.time()):
+            return False
+        self.delete_versions(doomed)
+        if self._due(time.time()):
+            self.free_replaced()
+        return True
+
+    def with_advice(self, error: BaseException) -> BaseException:
+        """The same error; if there is no space left and deleting versions would help, it says so."""
+        if not isinstance(error, StoreFull) or len(self.manifest.versions) < 2:
+            return error
+        return StoreFull(
+            f"{error}, or keep fewer versions (holdfast ckpt gc {self.store.url} --keep N, or Policy(keep=N))"
+        )
+
+    def _due(self, now: float) -> list[str]:
+        """Retired files that may be deleted as soon as a manifest stands after this one."""
+        # What was retired far in the future was by a clock that was ahead: it would stay until that comes.
+        return [n for n, since in self.manifest.retired if abs(now - since) >= self.deletion_delay_seconds]
 
     def retained(self, now: float | None = None) -> list[Version]:
         """What the policy would keep of the present versions."""
@@ -290,28 +320,27 @@ class Catalog:
                 kept.add(v.version)
         return [v for v in versions if v.version in kept]
 
-    def _publish(self, eras: Sequence[Era], versions: Sequence[Version]) -> None:
+    def _publish(
+        self, eras: Sequence[Era], versions: Sequence[Version], *, from_reserve: bool = False
+    ) -> None:
+        """Only what frees space may take it ``from_reserve``: it would not last for what adds more."""
         now = time.time()
         before = self.manifest
         trimmed = manifests.without_unneeded_files(eras, versions)
         last_version = max([before.last_version, *(v.version for v in versions)])
         draft = Manifest(FORMAT, 0, now, trimmed, list(versions), last_version=last_version)
         needed = draft.file_names()
-        # What was retired far in the future was by a clock that was ahead: it would stay until that comes.
-        due = [
-            name
-            for name, since in before.retired
-            if abs(now - since) >= self.deletion_delay_seconds and name not in needed
-        ]
+        due = [name for name in self._due(now) if name not in needed]
         gone = needed.union(due)
         retired = [(n, since) for n, since in before.retired if n not in gone]
         retired += [(n, now) for n in sorted(before.file_names() - needed)]
-        complete = self._publish_next(msgspec.structs.replace(draft, retired=retired))
+        complete = self._publish_next(msgspec.structs.replace(draft, retired=retired), from_reserve)
         self._previous, self.manifest = before, complete
         # Only now, and only what neither this manifest nor the one before it names.
         self._delete_outdated(before.number, due)
+        self.store.keep_reserve(len(self._own or b""))
 
-    def _publish_next(self, draft: Manifest) -> Manifest:
+    def _publish_next(self, draft: Manifest, from_reserve: bool) -> Manifest:
         """Publish a manifest under the next number, and make sure that it is the newest."""
         self.raise_if_fenced_off()
         self.store.sync()  # apart from publishing: if this fails, it is certain that nothing was published
@@ -322,7 +351,7 @@ class Catalog:
             complete = _as_it_will_be_read(data, self.store.url)
             try:
                 # The manifest comes last: whoever sees it may rely on every file that it names.
-                if self._create(number, data):
+                if self._create(number, data, from_reserve):
                     self._make_sure(number, data)
                     break
             except StoreLocked:
@@ -347,10 +376,16 @@ class Catalog:
         except StoreError:
             return True
 
-    def _create(self, number: int, data: bytes) -> bool:
+    def _create(self, number: int, data: bytes, from_reserve: bool) -> bool:
         """Publish; False if one of ours stands there that was said to have failed, and so it did."""
         try:
-            self.store.publish(manifests.name_of(number), data)
+            while True:
+                try:
+                    self.store.publish(manifests.name_of(number), data)
+                    break
+                except StoreFull:
+                    if not from_reserve or not self.store.use_reserve():
+                        raise
         except AlreadyExists as taken:
             try:
                 found = self._content(number)

@@ -231,13 +231,13 @@ def _problem_of_records(manifest: Manifest) -> str | None:
 
 
 def _problem_of_names(manifest: Manifest) -> str | None:
-    listed = [f.name for era in manifest.eras for f in era.files]
-    if len(set(listed)) != len(listed):
-        return "it names a file twice"
     names = manifest.file_names() | {name for name, _ in manifest.retired}
     # Names are opened, and deleted when nobody needs them: only those that a writer chooses may be here.
     bad = next((n for n in names if not (is_name(n) and n.startswith(DATA_FOLDERS))), None)
-    return None if bad is None else f"it names the file {bad[:200]!r}"
+    if bad is not None:
+        return f"it names the file {bad[:200]!r}"
+    listed = [f.name for era in manifest.eras for f in era.files]
+    return "it names a file twice" if len(set(listed)) != len(listed) else None
 
 
 def numbers(store: Store) -> list[int]:

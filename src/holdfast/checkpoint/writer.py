@@ -40,6 +40,7 @@ from holdfast.errors import (
     ObjectMissing,
     SaveFailed,
     StoreError,
+    StoreFull,
     StoreLocked,
     message_of,
 )
@@ -123,6 +124,7 @@ class Writer:
         self._shard = Shard(0, (), self.strategy)
         self._encoder = Encoder((), ())
         self.restores = 0
+        self._restored = 0
         self._said: BitsChoice | None = None
         self._era = 0
         self._since_baseline: list[RowSet] = []
@@ -244,6 +246,7 @@ class Writer:
 
     def resume(self, version: Version) -> bool:
         """Go on from the store's newest version, which has just been restored; False if that cannot be."""
+        self._restored = version.version
         newest = self.catalog.newest
         if newest is None or newest != version or isinstance(self.strategy, Full):
             return False
@@ -487,24 +490,16 @@ class Writer:
             if baseline:
                 encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
                 shard = Shard(0, encoder.stored, self.strategy)
-            change = shard.write(
-                self.store,
-                number,
-                encoder.blocks_ahead(rows, self.policy.background_share),
-                baseline=baseline,
-            )
-            dense = self._store_dense(number, dense_parts())
-            version = Version(
-                version=number, era=number if baseline else self._era, step=step, time=time.time(),
-                baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
-                metadata=metadata, restores=self.restores,
-            )  # fmt: skip
-            flags = dict(self._unverified)
-            self.catalog.commit_version(version, encoder.stored, shard.layout_name, [change], flags)
-            for flagged in flags:
-                self._unverified.pop(flagged, None)
-        except BaseException as error:  # of whatever kind: the trainer waits for the next line
-            outcome.error = error
+            parts = (shard, encoder, number, step, baseline, rows, dense_parts, metadata)
+            try:
+                change, version = self._commit(*parts)
+            except StoreFull:
+                self._clear_away()
+                if not self.catalog.make_room(needed={self._restored}):
+                    raise
+                change, version = self._commit(*parts)
+        except BaseException as failure:  # of whatever kind: the trainer waits for the next lines
+            outcome.error = error = self.catalog.with_advice(failure)
             outcome.known.open()
             log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
             self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
@@ -518,14 +513,14 @@ class Writer:
             self._say_bits()
         self._baselines.note(change.bytes, self._full_bytes(), seconds, baseline=baseline)
         self._apply(change)
-        del rows, change
+        del rows, parts, change
         outcome.known.open()
         report = SaveReport(number, step, baseline, version.rows, version.bytes, *stall, seconds)
         try:
             self._tidy(report, number, time.thread_time() - cpu)
         except BaseException as error:
             # The version stands; only its files are not arranged as they could be.
-            self._tidy_error = error
+            self._tidy_error = self.catalog.with_advice(error)
             log.warning("rearranging files of %s failed: %s", self.store.url, message_of(error))
             self.events.emit("checkpoint_tidy_failed", version=number, error=message_of(error))
             if isinstance(error, CorruptCheckpoint | ObjectMissing):
@@ -533,6 +528,32 @@ class Writer:
                 log.warning("the next version of %s holds everything", self.store.url)
                 self._era_is_damaged = True
             self._clear_away()
+
+    def _commit(
+        self,
+        shard: Shard,
+        encoder: Encoder,
+        number: int,
+        step: int,
+        baseline: bool,
+        rows: list[Rows],
+        dense_parts: Callable[[], Sequence[Any]],
+        metadata: dict[str, Any],
+    ) -> tuple[Change, Version]:
+        """Write the files of a version and publish the manifest that makes it exist."""
+        blocks = encoder.blocks_ahead(rows, self.policy.background_share)
+        change = shard.write(self.store, number, blocks, baseline=baseline)
+        dense = self._store_dense(number, dense_parts())
+        version = Version(
+            version=number, era=number if baseline else self._era, step=step, time=time.time(),
+            baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
+            metadata=metadata, restores=self.restores,
+        )  # fmt: skip
+        flags = dict(self._unverified)
+        self.catalog.commit_version(version, encoder.stored, shard.layout_name, [change], flags)
+        for flagged in flags:
+            self._unverified.pop(flagged, None)
+        return change, version
 
     def _clear_away(self) -> None:
         """Delete what a failed save or round has written: on a full disk the next one needs the space."""

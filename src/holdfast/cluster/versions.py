@@ -455,6 +455,8 @@ class Versions:
         """Delete what a save that failed has written: on a full disk the next one needs the space."""
         assert self._catalog is not None
         self._catalog.delete_leftovers()
+        resumed = self._plan.resume
+        self._catalog.make_room(needed={resumed.version} if resumed else set())
 
     # Saying so
 

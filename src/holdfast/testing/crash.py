@@ -8,7 +8,8 @@ Use it in three steps:
 3. ``materialise`` a state in a folder, open it, and check that every promise in ``state.marks`` holds.
 
 The model is harsher than any real file system: what was not synced may be lost, kept, cut or zeroed, each
-file and each name by itself. The writer's lock is not recorded; a crash frees it.
+file and each name by itself. The writer's lock is not recorded, as a crash frees it; nor is the reserve, on
+which nothing rests.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.checkpoint.store.base import RESERVE_PREFIX
 from holdfast.checkpoint.store.local_files import Files, split
 
 _FOLDER = -1  # stands in the place of a file's number
@@ -88,15 +90,17 @@ class RecordingFiles(Files):
         """Make a file."""
         with self._journal._guard:
             handle = super().create(path)
-            self._open_files[handle] = self._journal.new_file()
-            self._note(Operation("create", path, file=self._open_files[handle]))
+            if not path.startswith(RESERVE_PREFIX):
+                self._open_files[handle] = self._journal.new_file()
+                self._note(Operation("create", path, file=self._open_files[handle]))
             return handle
 
     def writev(self, handle: int, views: Sequence[memoryview]) -> int:
         """Append to a file; the bytes are kept, for their owner may change them."""
         with self._journal._guard:
             count = super().writev(handle, views)
-            self._note(Operation("write", file=self._open_files[handle], data=b"".join(views)[:count]))
+            if handle in self._open_files:
+                self._note(Operation("write", file=self._open_files[handle], data=b"".join(views)[:count]))
             return count
 
     def fsync(self, handle: int) -> None:
@@ -121,7 +125,8 @@ class RecordingFiles(Files):
         """Take a name away."""
         with self._journal._guard:
             super().unlink(path)
-            self._note(Operation("unlink", path))
+            if not path.startswith(RESERVE_PREFIX):
+                self._note(Operation("unlink", path))
 
     def fsync_dir(self, path: str) -> None:
         """Make a folder's names durable."""

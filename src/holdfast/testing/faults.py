@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import Counter
@@ -109,3 +110,46 @@ class FaultyFiles(Files):
         """Fail or look into a folder."""
         self._arrive("scan")
         return super().scan(path)
+
+
+class SmallDisk(Files):
+    """Files on a disk that has room for so many bytes and so many files; both can be changed at any time."""
+
+    def __init__(self, most_bytes: int, most_files: int) -> None:
+        super().__init__()
+        self.most_bytes = most_bytes
+        self.most_files = most_files
+
+    def used(self) -> tuple[int, int]:
+        """Return how many bytes and files there are; names of one file count once."""
+        found = {}
+        for folder, _, names in os.walk(self._root_path):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(os.path.join(folder, name), follow_symlinks=False)
+                    found[status.st_ino] = status.st_size
+        return sum(found.values()), len(found)
+
+    def create(self, path: str) -> int:
+        """Make a file, if there is an inode for it."""
+        if self.used()[1] >= self.most_files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+    def writev(self, handle: int, views: Sequence[memoryview]) -> int:
+        """Write as much as there is room for."""
+        room = self.most_bytes - self.used()[0]
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        first = views[0][:room]
+        return super().writev(handle, [first] if len(first) < len(views[0]) else _fitting(views, room))
+
+
+def _fitting(views: Sequence[memoryview], room: int) -> list[memoryview]:
+    chosen: list[memoryview] = []
+    for view in views:
+        room -= view.nbytes
+        if room < 0:
+            break
+        chosen.append(view)
+    return chosen

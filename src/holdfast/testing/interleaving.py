@@ -136,6 +136,19 @@ class SteppedStore(Store):
             self._arrive(f"delete {name}")
             self._inner.delete([name])
 
+    def keep_reserve(self, size: int) -> None:
+        """Hold back room."""
+        self._inner.keep_reserve(size)
+
+    def use_reserve(self) -> bool:
+        """Give some of it up."""
+        return self._inner.use_reserve()
+
+    def clear_unfinished(self) -> None:
+        """Delete unfinished files."""
+        self._arrive("clear unfinished")
+        self._inner.clear_unfinished()
+
     def lock_writer(self) -> WriterLock:
         """Take the real lock: who tests what happens without one does not ask for it."""
         return self._inner.lock_writer()

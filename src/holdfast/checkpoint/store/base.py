@@ -34,12 +34,16 @@ LOCK_FILE = "writer.lock"
 LEASE_OBJECT = "writer.lease"
 RESERVED_NAMES = frozenset({LOCK_FILE, LEASE_OBJECT})
 
-PARTIAL_PREFIX = ".partial-"  # no object's name starts with a dot, so an unfinished file is never one
+# No object's name starts with a dot, so neither an unfinished file nor one of the reserve is one.
+PARTIAL_PREFIX = ".partial-"
+RESERVE_PREFIX = ".reserve-"
 
 
 _CONNECTION_LOST = {
     errno.ENOTCONN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN,
 }  # fmt: skip
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
@@ -47,6 +51,11 @@ _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 def is_out_of_resources(error: Exception) -> bool:
     """Say whether an error is of this process or machine, and says nothing of the store."""
     return isinstance(error, OSError) and error.errno in _NO_RESOURCES
+
+
+def is_full(error: Exception) -> bool:
+    """Say whether an error is for want of blocks, inodes or quota."""
+    return isinstance(error, OSError) and error.errno in _NO_SPACE
 
 
 def is_connection_lost(error: Exception) -> bool:
@@ -296,6 +305,16 @@ class Store(ABC):
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Delete the objects, in the order given; durable on return. Names that are missing are fine."""
+
+    def keep_reserve(self, size: int) -> None:  # noqa: B027 - some stores do not run full
+        """Hold back room for publishing a few objects of that size, as far as there is room.
+
+        On a full disk, deleting versions begins with publishing a manifest.
+        """
+
+    def use_reserve(self) -> bool:
+        """Give up a part of the reserve; False if nothing is left of it."""
+        return False
 
     def clear_unfinished(self) -> None:  # noqa: B027 - some stores have no unfinished files
         """Delete what writers that died have left half written.

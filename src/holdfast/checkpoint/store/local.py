@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoint.store.base import (
     LOCK_FILE,
     PARTIAL_PREFIX,
+    RESERVE_PREFIX,
     ObjectInfo,
     ObjectReader,
     ReadRequest,
@@ -26,30 +27,33 @@ from holdfast.checkpoint.store.base import (
     check_name,
     check_prefix,
     is_connection_lost,
+    is_full,
     is_name,
     is_out_of_resources,
 )
 from holdfast.checkpoint.store.local_files import Entry, Files, split
 from holdfast.checkpoint.store.local_lock import LocalLock
-from holdfast.errors import AlreadyExists, ObjectMissing, StoreError, StoreUnreachable
+from holdfast.errors import AlreadyExists, ObjectMissing, StoreError, StoreFull, StoreUnreachable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["Files", "LocalStore"]
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+# Several files: room is needed for two manifests before anything can be deleted, and for their inodes; some
+# file systems count a link as one.
+_RESERVE = tuple(f"{RESERVE_PREFIX}{number}" for number in range(4))
+_SMALLEST_RESERVE_BYTES = 1 << 15
 
 
 def explain(error: OSError, doing: str, what: str) -> StoreError:
     """Turn an `OSError` into a sentence with a cure."""
     reason = error.strerror or str(error)
-    if error.errno in _NO_SPACE:
-        return StoreError(
-            f"no space left to {doing} {what}: free some, or let the policy keep fewer versions"
-        )
+    if is_full(error):
+        return StoreFull(f"no space left to {doing} {what}: free some on its disk, or inodes (df -i)")
     if error.errno in _NO_PERMISSION:
         return StoreError(f"no permission to {doing} {what} ({reason}): check its owner, mode and mount")
     if error.errno in _NO_LINKS:
@@ -116,6 +120,7 @@ class LocalStore(Store):
         self._known_folders: set[str] = {""}
         self._unsynced: set[str] = set()
         self._unsynced_guard = threading.Lock()
+        self._reserve_bytes = 0
         # One sync at a time: a second publish must not overtake the sync that its own puts rely on.
         self._syncing = threading.Lock()
         if not create and not os.path.isdir(self.url):
@@ -195,6 +200,28 @@ class LocalStore(Store):
         with _explained("clear away unfinished files in", f"the store {self.url}"):
             self._adopt()
 
+    def keep_reserve(self, size: int) -> None:
+        """Fill some hidden files; see `Store.keep_reserve`."""
+        if size <= self._reserve_bytes:
+            return
+        with suppress(
+            OSError, StoreError
+        ):  # it is a precaution: what there is to say, the next save will say
+            sizes = [self._size_of(name) for name in _RESERVE]
+            for number, name in enumerate(_RESERVE):
+                if sizes[number] < size:
+                    sizes[number] = self._fill(name, size)
+            self._reserve_bytes = min(sizes)
+
+    def use_reserve(self) -> bool:
+        """Delete one of the hidden files; see `Store.use_reserve`."""
+        self._reserve_bytes = 0
+        for name in _RESERVE:
+            with suppress(OSError):
+                self._files.unlink(name)
+                return True
+        return False
+
     def close(self) -> None:
         """Let go of the folder."""
         self._files.close_root()
@@ -244,6 +271,35 @@ class LocalStore(Store):
             # What cannot be removed now is never listed, and the next writer clears it away.
             with suppress(OSError):
                 self._files.unlink(partial)
+
+    def _size_of(self, name: str) -> int:
+        try:
+            handle, size = self._files.open_read(name)
+        except FileNotFoundError:
+            return -1
+        self._files.close(handle)
+        return size
+
+    def _fill(self, name: str, least: int) -> int:
+        """Make a file of that size, larger if there is room; returns its size."""
+        roomy = max(least, _SMALLEST_RESERVE_BYTES)
+        for size in (2 * roomy, roomy, least):
+            with suppress(FileNotFoundError):
+                self._files.unlink(name)
+            handle = self._files.create(name)
+            try:
+                try:
+                    # Noise: some file systems store a run of zeros in no space at all.
+                    self._write_all(handle, byte_views([secrets.token_bytes(size)]))
+                    return size
+                finally:
+                    self._files.close(handle)
+            except OSError as error:
+                with suppress(OSError):
+                    self._files.unlink(name)
+                if not is_full(error) or size == least:
+                    raise
+        return 0
 
     def _write_all(self, handle: int, views: Sequence[memoryview]) -> None:
         waiting = list(views)

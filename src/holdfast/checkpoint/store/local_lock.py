@@ -9,9 +9,9 @@ import socket
 from contextlib import suppress
 from weakref import WeakSet
 
-from holdfast.checkpoint.store.base import LOCK_FILE, WriterLock
+from holdfast.checkpoint.store.base import LOCK_FILE, WriterLock, is_full
 from holdfast.checkpoint.store.local_files import Files
-from holdfast.errors import StoreLocked
+from holdfast.errors import StoreError, StoreFull, StoreLocked
 
 # What reading a note can raise that someone else wrote, be it by mistake or on purpose.
 NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
@@ -33,12 +33,27 @@ class LocalLock(WriterLock):
         """Take the lock, or raise `StoreLocked`."""
         self._files = files
         self._url = url
-        self._handle = files.open_lock(LOCK_FILE)
+        self._handle = -1
+        self._released = False
+        with suppress(StoreFull):  # who only reads or deletes can do without; whoever saves renews it first
+            self._take()
+        _held.add(self)
+
+    def _take(self) -> None:
+        url = self._url
+        try:
+            self._handle = self._files.open_lock(LOCK_FILE)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise StoreFull(
+                f"no space left for the file {LOCK_FILE} of {url}: free some on its disk"
+            ) from error
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             host, pid = read_holder(os.pread(self._handle, 4096, 0))
-            os.close(self._handle)
+            self._close()
             raise StoreLocked(
                 f"{url} is being written by process {pid or 'unknown'} on host {host}: "
                 f"stop it or choose another store",
@@ -46,9 +61,8 @@ class LocalLock(WriterLock):
                 pid,
             ) from None
         except BaseException:
-            os.close(self._handle)
+            self._close()
             raise
-        _held.add(self)
         with suppress(OSError):  # on a full disk the lock still holds; only its note is missing
             note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
             os.ftruncate(self._handle, 0)
@@ -56,23 +70,33 @@ class LocalLock(WriterLock):
 
     def renew(self) -> None:
         """Check that nobody has removed the lock file, which would let a second writer in."""
+        if self._handle < 0 and not self._released:
+            try:
+                self._take()
+            except OSError as error:
+                raise StoreError(f"could not lock {self._url} ({error}): check the disk") from error
         if self._handle < 0 or not self._files.is_same_file(self._handle, LOCK_FILE):
             raise StoreLocked(f"the lock on {self._url} was taken away: close this writer", "unknown", 0)
 
     def release(self) -> None:
         """Unlock. The file stays: removing it could let two writers lock two files."""
+        self._released = True
+        _held.discard(self)
+        if self._handle >= 0:
+            with suppress(OSError):
+                os.ftruncate(self._handle, 0)
+                # Closing alone would leave it to a child that was forked a moment ago.
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
+            self._close()
+
+    def _close(self) -> None:
         handle, self._handle = self._handle, -1
         if handle >= 0:
-            _held.discard(self)
-            with suppress(OSError):
-                os.ftruncate(handle, 0)
-                # Closing alone would leave it to a child that was forked a moment ago.
-                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
     def _drop_in_child(self) -> None:
-        handle, self._handle = self._handle, -1
-        os.close(handle)
+        self._released = True
+        self._close()
 
 
 _held: WeakSet[LocalLock] = WeakSet()

@@ -27,11 +27,19 @@ from holdfast.checkpoint.store.base import (
     check_name,
     check_prefix,
     is_connection_lost,
+    is_full,
     is_name,
     is_out_of_resources,
 )
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
-from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError, StoreUnreachable
+from holdfast.errors import (
+    AlreadyExists,
+    ConfigError,
+    ObjectMissing,
+    StoreError,
+    StoreFull,
+    StoreUnreachable,
+)
 from holdfast.redaction import Secrets, redact
 
 try:
@@ -66,6 +74,8 @@ def _explain(error: Exception, doing: str, what: str, secrets: Secrets) -> Store
     reason = " ".join(secrets.scrub(str(error)).split())
     if isinstance(error, PermissionError):
         return StoreError(f"no permission to {doing} {what} ({reason}): check the credentials")
+    if is_full(error):
+        return StoreFull(f"no space left to {doing} {what} ({reason}): free some there")
     if is_connection_lost(error) or is_out_of_resources(error):
         return StoreUnreachable(
             f"could not {doing} {what} ({type(error).__name__}: {reason}): check the URL and the network, "
