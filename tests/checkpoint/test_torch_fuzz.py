@@ -112,7 +112,7 @@ class Run:
         policy = hf.Policy(
             strategy=rng.choice(STRATEGIES),
             keep=rng.choice([None, None, 1, 3]),
-            when_busy=rng.choice(["wait", "wait", "skip"]),
+            when_busy=rng.choice(["wait", "wait", "skip", "cancel"]),
         )
         self.done.append(f"open({policy.strategy}, keep={policy.keep}, {policy.when_busy})")
         self.ckpt = hf.Checkpointer(self.path, self.objects, policy)

@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -71,12 +72,26 @@ class SaveReport:
     """Processor time of the background thread."""
 
 
+class _Cancelled(Exception):
+    """The next save has come, and takes the place of this one."""
+
+
 @dataclass
 class _Outcome:
     """What becomes of a save."""
 
+    version: int
+    step: int
+    may_be_cancelled: bool
     known: Latch = field(default_factory=Latch)
     error: BaseException | None = None
+    job: Callable[[], None] | None = None
+    cancelled: bool = False
+
+    def check(self) -> None:
+        """In the background, between two files or blocks: go on only if this save is still wanted."""
+        if self.cancelled:
+            raise _Cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +139,7 @@ class Writer:
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
         self._under_way: _Outcome | None = None
+        self._last_was_cancelled = False
         self._tidy_error: BaseException | None = None
         self._era_is_damaged = False
 
@@ -217,7 +233,8 @@ class Writer:
         ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
         called in the background for the buffers to be written. ``look`` says which tables there are now;
         without it they are the ones of ``bind``. Not ``whole``: rows that do not come first by the policy's
-        ``prioritize`` are left for later. Waits for the save that is under way; ask ``skips`` before.
+        ``prioritize`` are left for later. Cancels the save that is under way, or waits for it, as the policy
+        says; ask ``skips`` before.
         """
         called = time.perf_counter()
         self._saved_wait()
@@ -226,7 +243,8 @@ class Writer:
         job: Callable[[], None] | None = None
         try:
             baseline, rows, dense = self._snapshot(capture_dense, look, whole)
-            version, outcome = self._next_version, _Outcome()
+            version = self._next_version
+            outcome = _Outcome(version, step, may_be_cancelled=not self._last_was_cancelled)
             now = time.perf_counter()
             stall = (now - called, now - started)
 
@@ -239,6 +257,7 @@ class Writer:
                         outcome.known.open()
                     raise
 
+            outcome.job = job
             self._under_way = outcome
             self._next_version += 1
             self._thread.submit(job)
@@ -253,17 +272,27 @@ class Writer:
     def collect(self) -> None:
         """Take note of what became of the last save, if it is done; raises SaveFailed if it failed."""
         outcome = self._under_way
+        if outcome is not None and outcome.cancelled:
+            self._take_back(outcome)
         if outcome is not None and outcome.known.is_open():
+            cancelled = isinstance(outcome.error, _Cancelled)
             if outcome.error is None:
                 self.tracker.settle()
+                self._last_was_cancelled = False
             else:
                 self.tracker.give_back()
+            if cancelled:
+                self._last_was_cancelled = True
+                log.info("version %d of %s was cancelled", outcome.version, self.store.url)
+                self.events.emit("checkpoint_cancelled", version=outcome.version, step=outcome.step)
             self._under_way = None  # last: whoever is interrupted before it does this again
-            if outcome.error is not None:
-                raise SaveFailed(
+            if outcome.error is not None and not cancelled:
+                failure = SaveFailed(
                     f"a save to {self.store.url} failed: {message_of(outcome.error)}; its rows are still "
                     "marked as changed and will be in the next one"
-                ) from outcome.error
+                )
+                failure.version = outcome.version
+                raise failure from outcome.error
         error, self._tidy_error = self._tidy_error, None
         if error is not None:
             raise SaveFailed(
@@ -292,8 +321,25 @@ class Writer:
         return self._under_way is not None and not self._under_way.known.is_open()
 
     def _saved_wait(self) -> None:
-        if self._under_way is not None:
-            self._under_way.known.wait()
+        """Return when it is known what becomes of the save under way, having cancelled it if that may be."""
+        outcome = self._under_way
+        if outcome is None:
+            return
+        # Where every save is cancelled by the next one, nothing would ever become durable.
+        if self.policy.when_busy == "cancel" and outcome.may_be_cancelled:
+            outcome.cancelled = True
+            self._take_back(outcome)
+        outcome.known.wait()
+
+    def _take_back(self, outcome: _Outcome) -> None:
+        """Of a save that is cancelled and has not begun, as a round is still under way: do not begin it.
+
+        Doing so again is fine: whoever is interrupted in here does.
+        """
+        assert outcome.job is not None
+        if self._thread.withdraw(outcome.job) and not outcome.known.is_open():
+            outcome.error = _Cancelled()
+            outcome.known.open()
 
     def _baseline_is_due(self) -> bool:
         if not self._shard.base or self._era_is_damaged:
@@ -372,13 +418,12 @@ class Writer:
             if baseline:
                 encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
                 shard = Shard(0, encoder.stored, self.strategy)
-            change = shard.write(
-                self.store,
-                number,
-                encoder.blocks_ahead(rows, self.policy.background_share),
-                baseline=baseline,
-            )
+            share = self.policy.background_share
+            with closing(encoder.blocks_ahead(rows, share, lambda: outcome.cancelled)) as blocks:
+                change = shard.write(self.store, number, blocks, baseline=baseline, check=outcome.check)
+            outcome.check()
             dense = self._store_dense(number, dense_parts())
+            outcome.check()  # from here on it is too late to cancel it
             version = Version(
                 version=number, era=number if baseline else self._era, step=step, time=time.time(),
                 baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
@@ -388,8 +433,9 @@ class Writer:
         except BaseException as error:  # of whatever kind: the trainer waits for the next line
             outcome.error = error
             outcome.known.open()
-            log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
-            self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
+            if not isinstance(error, _Cancelled):
+                log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
+                self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
             self._clear_away()
             return
         seconds = time.perf_counter() - started
