@@ -64,7 +64,13 @@ class UnsupportedState(CheckpointError):
 
 
 class SaveFailed(CheckpointError):
-    """A save in the background failed; what it was to save is still marked as changed."""
+    """A save in the background failed; what it was to save is still marked as changed.
+
+    Attributes:
+        version: the version that does not exist; None if all do, and only files could not be rearranged.
+    """
+
+    version: int | None = None
 
 
 class ConfigError(HoldfastError):

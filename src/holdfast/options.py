@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
@@ -173,6 +173,7 @@ class AutoBits:
 Bits = Literal[2, 3, 4, 8, "auto"] | AutoBits | None
 _WISHES = [(type(wish), wish) for wish in (None, 2, 3, 4, 8, "auto")]
 """With their types: 4.0 is equal to 4, but no number of bits."""
+WhenBusy = Literal["wait", "skip", "cancel"]
 PriorityName = Literal["mfu", "ssu", "scar"]
 PRIORITIES: tuple[PriorityName, ...] = ("mfu", "ssu", "scar")
 PRIORITIZED_FRACTION = 1 / 16
@@ -195,8 +196,11 @@ class Policy:
             given.
         keep_every: keep every version whose number this divides, too.
         keep_seconds: keep every version younger than this, too.
-        when_busy: what a save does while the one before is still being written: "wait" for it, or
-            "skip" (the rows stay marked and are in the next one).
+        when_busy: what a save does while the one before is still being written: "wait" for it; "skip" (the
+            rows stay marked and are in the next one); or "cancel" the one before, whose rows are then in this
+            one. Of two saves in a row, at most one is cancelled: the other is waited for.
+        save_last: when the ``with`` block of the ``Checkpointer`` ends without an exception, save the last
+            step that ``step()`` was told, unless a version has it. A job does so when it ends.
         deletion_delay_seconds: how long files that no version needs any more are kept for restores that
             may still be reading them. On a local disk open files stay readable, so 0 is safe there.
         quantize: store weights in 2, 3, 4 or 8 bits; "auto" or an ``AutoBits`` chooses; None stores them as
@@ -226,7 +230,8 @@ class Policy:
     keep: int | None = None
     keep_every: int | None = None
     keep_seconds: float | None = None
-    when_busy: Literal["wait", "skip"] = "wait"
+    when_busy: WhenBusy = "wait"
+    save_last: bool = True
     deletion_delay_seconds: float | None = None
     quantize: Bits | Mapping[str, Bits] = None
     quantize_state: Literal[8, 16] | None = None
@@ -243,12 +248,13 @@ class Policy:
             "every_steps": (int | None, "a whole number or None"),
             "keep": (int | None, "a whole number or None"),
             "keep_every": (int | None, "a whole number or None"),
+            "save_last": (bool, "True or False"),
         }
         for name, (kind, said) in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected {said}")
-        if self.when_busy not in ("wait", "skip"):
-            raise ConfigError(f"when_busy is {self.when_busy!r}: expected 'wait' or 'skip'")
+        if self.when_busy not in get_args(WhenBusy):
+            raise ConfigError(f"when_busy is {self.when_busy!r}: expected 'wait', 'skip' or 'cancel'")
         _at_least("every_steps", self.every_steps, 1)
         _at_least("every_seconds", self.every_seconds, 0)
         _at_least("keep", self.keep, 1)

@@ -327,7 +327,7 @@ def test_failures_surface_at_the_next_call_and_lose_nothing(tmp_path: Path) -> N
     assert fresh.digest() == truth
 
 
-@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+@pytest.mark.parametrize("when_busy", ["wait", "skip", "cancel"])
 def test_saves_do_not_overlap(tmp_path: Path, when_busy: Any) -> None:
     run = Run()
     gate, entered = threading.Event(), threading.Event()
@@ -354,7 +354,9 @@ def test_saves_do_not_overlap(tmp_path: Path, when_busy: Any) -> None:
         run.train()
         ckpt.save(2)
         truth = run.digest()
-    assert [v.step for v in ckpt.versions()] == ([0, 2] if when_busy == "skip" else [0, 1, 2])
+    assert [v.step for v in ckpt.versions()] == {"wait": [0, 1, 2], "skip": [0, 2], "cancel": [1, 2]}[
+        when_busy
+    ]
     fresh = Run()
     with hf.Checkpointer(tmp_path, fresh.objects) as ckpt:
         ckpt.restore()

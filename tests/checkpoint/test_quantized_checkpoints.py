@@ -339,7 +339,7 @@ def test_values_are_computed_ahead_but_not_too_far() -> None:
         next(ahead)
     left = computed_ahead(values(), 1)
     next(left)
-    left.close()  # type: ignore[attr-defined]
+    left.close()
 
 
 @pytest.mark.parametrize(

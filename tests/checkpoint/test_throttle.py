@@ -15,7 +15,7 @@ class Clocks:
     """Time that passes only by work and by sleep."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.worked = self.now = 0.0
+        self.worked = self.now = self._worked_before = 0.0
         self.slept: list[float] = []
         for name in ("thread_time", "monotonic", "sleep"):
             monkeypatch.setattr(f"holdfast.checkpoint.background.time.{name}", getattr(self, name))
@@ -31,7 +31,11 @@ class Clocks:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
+        if self.slept and self.worked == self._worked_before:
+            self.slept[-1] += seconds  # a rest is made of many short ones
+        else:
+            self.slept.append(seconds)
+        self._worked_before = self.worked
         self.now += seconds
 
 
@@ -47,8 +51,17 @@ def test_a_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for _ in throttle.after_each(values()):
         clocks.work(2.0, waiting=100.0)  # what a disk takes is no work, and no credit either
-    assert clocks.slept == [3.0, 9.0, 9.0]
+    assert clocks.slept == pytest.approx([3.0, 9.0, 9.0])
     assert Throttle(1.0)._rest_per_second == 0
+
+
+def test_a_rest_ends_when_the_work_is_not_needed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    throttle = Throttle(0.001, lambda: clocks.now > 3)
+    throttle.begin()
+    clocks.work(1.0)
+    throttle.pause()
+    assert clocks.slept == pytest.approx([2.0], abs=0.1)
 
 
 def test_threads_share_a_throttle() -> None:

@@ -148,7 +148,7 @@ class Run:
         policy = hf.Policy(
             strategy=rng.choice(STRATEGIES),
             keep=rng.choice([None, None, 1, 3]),
-            when_busy=rng.choice(["wait", "wait", "skip"]),
+            when_busy=rng.choice(["wait", "wait", "skip", "cancel"]),
             verify=rng.choice([0, 0.0025, 0.5, "all"]),
         )
         self.done.append(f"open({policy.strategy}, {policy.keep}, {policy.when_busy}, {policy.verify})")

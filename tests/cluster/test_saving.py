@@ -11,18 +11,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from holdfast.checkpoint import bundles
+from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.manifest import read_newest
 from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.local_files import Files
 from holdfast.checkpoint.verify import verify_versions
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.resuming import find_resume
+from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.stored import encoder_of
 from holdfast.cluster.transport.memory import CALM, Weather
+from holdfast.coding.placement import Placement
 from holdfast.errors import CorruptCheckpoint, ModelMismatch
 from holdfast.sim.cluster import counting_plan
 from holdfast.sim.saving import MortalFiles, QuickFiles, SavedCluster, saved_plan, wrong_versions
 from holdfast.sim.schedule import plan_of, simulate
+from holdfast.tables.shard import GroupShard
 from holdfast.testing.faults import FaultyFiles
 from holdfast.training.saving import CheckpointConfig
 
@@ -92,6 +98,30 @@ def test_the_end_is_saved_and_nothing_is_left_to_do(tmp_path: Path) -> None:
     assert check(plan) == [1]  # nothing was trained, so nothing is saved
 
 
+@pytest.mark.parametrize("every_steps", [1, 7, 99])
+def test_the_last_step_is_saved_whatever_became_of_the_save_before(tmp_path: Path, every_steps: int) -> None:
+    for when_busy in ("wait", "skip"):
+        saving = config(tmp_path / when_busy, every_steps=every_steps, when_busy=when_busy)
+        run(plan := saved_plan(job(servers=2, workers=2, atomic=False), saving))
+        again = resumed(plan)
+        assert again.resume is not None
+        assert again.resume.steps == BATCHES
+    made: list[FaultyFiles] = []
+    options: dict[str, Any] = {"supervisor_files": faulty("create", 1, 1, made)}
+    saving = config(tmp_path / "fail", every_steps=every_steps)
+    run(plan := saved_plan(job(servers=2, workers=2, atomic=False), saving), **options)
+    assert made[0].fired
+    again = resumed(plan)
+    assert again.resume is not None
+    assert again.resume.steps == BATCHES
+
+
+def test_the_end_is_not_saved_where_that_is_not_wanted(tmp_path: Path) -> None:
+    saving = config(tmp_path, every_steps=None, save_last=False)
+    run(plan := saved_plan(job(servers=2, workers=2, atomic=False), saving))
+    assert check(plan) == []
+
+
 def test_whatever_dies_every_version_is_right_and_a_job_goes_on_from_it(tmp_path: Path) -> None:
     """Hole 21, invariant 6: a version is what an oracle's replay of its batches gives."""
     faults = kill_and_resume(tmp_path, range(12))
@@ -110,7 +140,8 @@ def kill_and_resume(tmp_path: Path, seeds: range) -> Counter[str]:
     for seed in seeds:
         weather = Weather(loss=0.02, duplication=0.05, delay_seconds=0.003, ordered=seed % 5 == 0)
         folder = tmp_path / str(seed)
-        plan = saved_plan(plan_of(seed, ROWS), config(folder, STRATEGIES[seed // 2 % 4]))
+        saving = config(folder, STRATEGIES[seed // 2 % 4], when_busy=("wait", "cancel")[seed % 2])
+        plan = saved_plan(plan_of(seed, ROWS), saving)
         for part in range(3):
             cluster = SavedCluster(plan, 100 * part + seed, BATCHES, weather)
             most = (2.0 + seed % 7 / 3, 3.0, 600.0)[part]  # then everything dies at once
@@ -260,11 +291,65 @@ def test_quantized_rows_of_all_servers_go_by_one_codec(tmp_path: Path) -> None:
 
 
 def test_saves_that_come_too_soon_are_left_out_or_wait(tmp_path: Path) -> None:
-    for when_busy in ("skip", "wait"):
+    for when_busy in ("skip", "wait", "cancel"):
         saving = config(tmp_path / when_busy, every_steps=1, when_busy=when_busy)
         cluster = run(plan := saved_plan(job(servers=2, workers=2, atomic=False), saving))
         assert (cluster.events("checkpoint_skipped") > 0) == (when_busy == "skip")
+        assert (cluster.events("checkpoint_cancelled") > 0) == (when_busy == "cancel")
+        assert cluster.events("checkpoint_failed") == 0
         check(plan)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_saves_that_are_cancelled(tmp_path: Path, strategy: str) -> None:
+    """Their rows are in the next version, their files are gone, and of two in a row one is saved."""
+    for seed in range(3):
+        saving = config(tmp_path / str(seed), strategy, every_steps=1, when_busy="cancel")
+        cluster = run(plan := saved_plan(job(servers=3, workers=2, atomic=seed > 0), saving), seed)
+        versions = check(plan, servers=2)
+        cancelled = [
+            f["version"] for k in cluster.keepers for e, f in k.events if e == "checkpoint_cancelled"
+        ]
+        assert len(cancelled) > 2
+        assert not set(cancelled) & set(versions)
+        assert all(number + 1 in versions for number in cancelled)
+        with open_store(saving.path, create=False) as store:
+            numbers = {manifests.version_of(i.name) for f in ("chunks/", "dense/") for i in store.list(f)}
+        assert not numbers & set(cancelled)
+        assert resumed(plan).resume is not None
+
+
+def test_a_server_stops_writing_what_another_cut_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "FILE_BYTES", 4000)
+    monkeypatch.setattr(bundles, "STRETCH_BYTES", 4000)
+    plan = saved_plan(job(servers=1, workers=1, atomic=False), config(tmp_path, when_busy="cancel"))
+    shards = [GroupShard(group, Placement(1), 0, 0) for group in plan.groups]
+    jobs: list[Callable[[], None]] = []
+    written: list[str] = []
+
+    class Store(LocalStore):
+        def put(self, name: str, parts: Any) -> int:
+            written.append(name)
+            if len(written) == 2:
+                saver.cut(2, baseline=True)
+            return super().put(name, parts)
+
+    class Runs:
+        def submit(self, job: Callable[[], None]) -> None:
+            jobs.append(job)
+
+    with Store(str(tmp_path / "store"), create=True, files=QuickFiles()) as store:
+        saver = ShardSaver(plan, 0, shards, store, Runs())
+        saver.cut(1, baseline=True)
+        jobs.pop(0)()
+        assert len(written) == 2
+        assert saver.saved() == 0
+        jobs.pop(0)()
+        assert len(written) > 4
+        assert {manifests.version_of(name) for name in written[2:]} == {2}
+        assert saver.saved() == 2
 
 
 def test_old_versions_go_by_the_policy(tmp_path: Path) -> None:

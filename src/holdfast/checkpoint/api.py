@@ -51,6 +51,7 @@ from holdfast.errors import (
     CorruptCheckpoint,
     HoldfastError,
     NoSuchVersion,
+    SaveFailed,
     StoreError,
 )
 from holdfast.events import EventLog
@@ -98,6 +99,7 @@ class Checkpointer:
         allow_without_optimizer: bool = False,
     ) -> None:
         self.policy = policy or Policy()
+        self._pid = os.getpid()
         self.events = events or EventLog(None)
         self._show_progress = show_progress
         self._objects = TrainingObjects(objects, self.policy.bits_of)
@@ -123,9 +125,11 @@ class Checkpointer:
             raise
         self._captured_before = False
         # Who forgets to close it gets what is under way written all the same, and the lock freed.
-        self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, os.getpid())
+        self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, self._pid)
         _note_the_end()
         self._last_step: int | None = None
+        self._told: tuple[int, dict[str, Any] | None] | None = None
+        self._told_version: int | None = None
         self._last_save_step: int | None = None
         self._last_save_time = time.monotonic()
         self._checked_at = time.perf_counter()
@@ -135,9 +139,10 @@ class Checkpointer:
     def step(self, step: int, metadata: dict[str, Any] | None = None) -> int | None:
         """Say that a step is done; saves if the policy says so. The version that was begun, or None."""
         self._check_open()
+        # First: it was told, also if what became of an earlier save is raised here.
+        self._last_step, self._told, self._told_version = step, (step, metadata), None
         self._writer.collect()
         self._check_some()
-        self._last_step = step
         if self._last_save_step is None or step < self._last_save_step:  # the count began anew
             self._last_save_step = step - 1
         policy = self.policy
@@ -169,7 +174,28 @@ class Checkpointer:
         version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
         self._last_step = self._last_save_step = step
         self._last_save_time = time.monotonic()
+        if whole:
+            self._told_version = version
         return version
+
+    def _save_last(self) -> None:
+        """Save the last step that ``step()`` was told, unless a version has it."""
+        if self._told is None or not self.policy.save_last or not self._closing.alive:
+            return
+        failures = []
+        while True:
+            try:
+                self.wait()  # only then is it known what became of the last save
+                break
+            except SaveFailed as error:  # that of a save, and that of a round before it
+                failures.append(error)
+        begun = self._told_version
+        if begun is None or all(v.version != begun for v in self.versions()):
+            self._save(*self._told, whole=True)
+            self.wait()
+        for failure in failures:
+            if failure.version is None or failure.version != begun:  # else the last save has made up for it
+                raise failure
 
     def restore(self, version: int | None = None) -> int:
         """Put a saved state back into the objects; returns the step to go on with.
@@ -284,7 +310,10 @@ class Checkpointer:
         return list(self._writer.reports)
 
     def close(self) -> None:
-        """Finish saves under way and let go of the store. Called by the ``with`` statement.
+        """Finish saves under way and let go of the store; begins no new one.
+
+        A ``with`` block calls it. If the block ends without an exception, the last step that ``step()`` was
+        told is saved before, unless a version has it (``Policy.save_last``).
 
         Closing twice is fine. A process that was forked off has no part in it and need not close it.
         """
@@ -302,7 +331,11 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
+            try:
+                if os.getpid() == self._pid:  # not in a process that was forked off
+                    self._save_last()
+            finally:
+                self.close()
             return
         # The error that is under way matters more than what closing may add to it.
         try:
@@ -387,6 +420,7 @@ class Checkpointer:
         self._writer.restores = version.restores + lossy
         resumed = self._writer.resume(version)
         self._last_step = self._last_save_step = version.step
+        self._told = None
         figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}
         self.events.emit("checkpoint_restored", **figures, bytes=reader.bytes_read, continues_era=resumed)
         log.info("restored version %d (step %d) in %.2f s", version.version, version.step, seconds)

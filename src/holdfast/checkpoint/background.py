@@ -13,10 +13,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
+
+_LONGEST_SLEEP_SECONDS = 0.05
+"""Of a throttle, between two looks at whether it is still needed."""
 
 
 class Latch:
@@ -127,11 +130,13 @@ class Throttle:
 
     Each says now and then what it has done since it said so last, by its own clock of processor time, and is
     held up until the rests that all of the work so far asks for are over. Rests that come by themselves,
-    while a disk writes, count as well; they are not saved up.
+    while a disk writes, count as well; they are not saved up. A rest ends early when ``stopped`` says that
+    nobody needs the work any more.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, stopped: Callable[[], bool] = lambda: False) -> None:
         self._rest_per_second = 1 / share - 1
+        self._stopped = stopped
         self._lock = threading.Lock()
         self._free_at = 0.0
         self._own = threading.local()
@@ -146,11 +151,12 @@ class Throttle:
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + worked * self._rest_per_second
             rest = self._free_at - time.monotonic()
-        if rest > 0:
-            time.sleep(rest)
+        while rest > 0 and not self._stopped():
+            time.sleep(min(rest, _LONGEST_SLEEP_SECONDS))
+            rest -= _LONGEST_SLEEP_SECONDS
         self.begin()
 
-    def after_each(self, values: Iterable[Value]) -> Iterator[Value]:
+    def after_each(self, values: Iterable[Value]) -> Generator[Value, None, None]:
         """The same values, with a rest after what it took to make each, and to deal with the one before."""
         self.begin()
         for value in values:
@@ -158,7 +164,7 @@ class Throttle:
             yield value
 
 
-def computed_ahead(values: Iterator[Value], most: int) -> Iterator[Value]:
+def computed_ahead(values: Iterator[Value], most: int) -> Generator[Value, None, None]:
     """The same values, of which another thread computes up to ``most`` before they are asked for."""
     done: queue.Queue[tuple[bool, Any]] = queue.Queue(most)
     stopped = threading.Event()

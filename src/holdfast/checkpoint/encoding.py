@@ -8,7 +8,7 @@ length, and whoever moves records about need not know what is in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -92,20 +92,23 @@ class Encoder:
         """Whether anything is stored otherwise than it is in memory."""
         return any(group.is_coded for group in self.stored)
 
-    def blocks_ahead(self, rows: Sequence[Rows], share: float) -> Iterator[tuple[int, Rows]]:
+    def blocks_ahead(
+        self, rows: Sequence[Rows], share: float, stopped: Callable[[], bool] = lambda: False
+    ) -> Generator[tuple[int, Rows], None, None]:
         """What ``blocks`` gives, encoded by a thread of its own if there is something to encode.
 
-        ``share`` is how much of a processor's time encoding and writing may take.
+        ``share`` is how much of a processor's time encoding and writing may take; nothing rests any more
+        when ``stopped`` says so. Close it when you need no more of it: that ends the thread.
         """
         blocks = self.blocks(rows)
         if not self.is_coded:
             return blocks
         if share == 1:
             return computed_ahead(blocks, _BLOCKS_AHEAD)
-        throttle = Throttle(share)  # of two threads: one encodes, one writes
+        throttle = Throttle(share, stopped)  # of two threads: one encodes, one writes
         return throttle.after_each(computed_ahead(throttle.after_each(blocks), _BLOCKS_AHEAD))
 
-    def blocks(self, snapshot: Sequence[Rows]) -> Iterator[tuple[int, Rows]]:
+    def blocks(self, snapshot: Sequence[Rows]) -> Generator[tuple[int, Rows], None, None]:
         """(Number of the stored group, rows), block by block, of the rows of each live group."""
         for number, rows in enumerate(snapshot):
             group = self.stored[number]

@@ -6,7 +6,7 @@ what changed; only the catalog, which sees all shards, makes it count. Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from holdfast.checkpoint.bundles import Change, FileWriter, read_indexes
@@ -60,25 +60,35 @@ class Shard:
         return f"{name}-2d" if two_d else name
 
     def write(
-        self, store: Store, version: int, blocks: Iterable[tuple[int, Rows]], *, baseline: bool
+        self,
+        store: Store,
+        version: int,
+        blocks: Iterable[tuple[int, Rows]],
+        *,
+        baseline: bool,
+        check: Callable[[], None] = lambda: None,
     ) -> Change:
-        """Write rows (of which group, which) as the files of a version; of a group in ascending order."""
+        """Write rows (of which group, which) as the files of a version; of a group in ascending order.
+
+        ``check`` is called before each piece, at least once between two files: what it raises ends this.
+        """
         differential = isinstance(self.strategy, Differential) and not baseline
-        pieces = (
-            part
-            for group, rows in blocks
-            for part in self._files.cut(
-                NewPiece(
+
+        def pieces() -> Iterator[NewPiece]:
+            for group, rows in blocks:
+                piece = NewPiece(
                     group=group,
                     rank=0 if baseline else version,
                     rows=rows,
                     born=version,
                     died=version + 1 if differential else OPEN,  # the next one repeats all of its rows
                 )
-            )
-        )
+                for part in self._files.cut(piece):
+                    check()
+                    yield part
+
         kind: Literal["baseline", "increment"] = "baseline" if baseline else "increment"
-        return Change(version, kind, self._files.write(store, version, kind, pieces))
+        return Change(version, kind, self._files.write(store, version, kind, pieces()))
 
     def apply(self, change: Change) -> None:
         """A manifest with this change is durable: it is now part of the store."""

@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -78,14 +79,28 @@ class SaveReport:
     """Processor time of the background thread."""
 
 
+class _Cancelled(Exception):
+    """The next save has come, and takes the place of this one."""
+
+
 @dataclass
 class _Outcome:
     """What becomes of a save."""
 
+    version: int
+    step: int
+    may_be_cancelled: bool
     known: Latch = field(default_factory=Latch)
     noted: Latch = field(default_factory=Latch)
     """Opened when the digests are those of the rows in it."""
     error: BaseException | None = None
+    job: Callable[[], None] | None = None
+    cancelled: bool = False
+
+    def check(self) -> None:
+        """In the background, between two files or blocks: go on only if this save is still wanted."""
+        if self.cancelled:
+            raise _Cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +148,7 @@ class Writer:
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
         self._under_way: _Outcome | None = None
+        self._last_was_cancelled = False
         self._tidy_error: BaseException | None = None
         self._era_is_damaged = False
         self._digests: RowDigests | None = None
@@ -192,10 +208,10 @@ class Writer:
 
     def _check(self, tables: Collection[str], version: int) -> list[UnseenChange]:
         """``version`` is the last one that has the rows as they are now, but for those that are marked."""
-        if self._digests is None or not self._digests_known:
-            return []
         if self._under_way is not None:
             self._under_way.noted.wait()
+        if self._digests is None or not self._digests_known:
+            return []
         checks = [self._digests.check_table(self._tables, name, self.tracker, version) for name in tables]
         return self._note_unseen([change for change in checks if change is not None])
 
@@ -304,7 +320,8 @@ class Writer:
         ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
         called in the background for the buffers to be written. ``look`` says which tables there are now;
         without it they are the ones of ``bind``. Not ``whole``: rows that do not come first by the policy's
-        ``prioritize`` are left for later. Waits for the save that is under way; ask ``skips`` before.
+        ``prioritize`` are left for later. Cancels the save that is under way, or waits for it, as the policy
+        says; ask ``skips`` before.
         """
         called = time.perf_counter()
         self._saved_wait()
@@ -314,7 +331,8 @@ class Writer:
         job: Callable[[], None] | None = None
         try:
             baseline, rows, dense = self._snapshot(capture_dense, look, whole)
-            version, outcome = self._next_version, _Outcome()
+            version = self._next_version
+            outcome = _Outcome(version, step, may_be_cancelled=not self._last_was_cancelled)
             now = time.perf_counter()
             stall = (now - called, now - started)
 
@@ -330,9 +348,9 @@ class Writer:
                     if not outcome.noted.is_open():
                         outcome.noted.open()
 
+            outcome.job = job
             self._under_way = outcome
             self._next_version += 1
-            self._digests_known |= baseline
             self._thread.submit(job)
         except BaseException:  # Ctrl-C, too, wherever it comes
             # Nobody would ever say that it is done, and the next save would wait for that.
@@ -348,19 +366,29 @@ class Writer:
         Raises StoreLocked if another writer has taken the store over, and so would every later save.
         """
         outcome = self._under_way
+        if outcome is not None and outcome.cancelled:
+            self._take_back(outcome)
         if outcome is not None and outcome.known.is_open():
+            cancelled = isinstance(outcome.error, _Cancelled)
             if outcome.error is None:
                 self.tracker.settle()
+                self._last_was_cancelled = False
             else:
                 self.tracker.give_back()
+            if cancelled:
+                self._last_was_cancelled = True
+                log.info("version %d of %s was cancelled", outcome.version, self.store.url)
+                self.events.emit("checkpoint_cancelled", version=outcome.version, step=outcome.step)
             self._under_way = None  # last: whoever is interrupted before it does this again
             if isinstance(outcome.error, StoreLocked):
                 raise outcome.error  # no later save will do any better
-            if outcome.error is not None:
-                raise SaveFailed(
+            if outcome.error is not None and not cancelled:
+                failure = SaveFailed(
                     f"a save to {self.store.url} failed: {message_of(outcome.error)}; its rows are still "
                     "marked as changed and will be in the next one"
-                ) from outcome.error
+                )
+                failure.version = outcome.version
+                raise failure from outcome.error
         error, self._tidy_error = self._tidy_error, None
         if error is not None:
             raise SaveFailed(
@@ -391,8 +419,26 @@ class Writer:
         return self._under_way is not None and not self._under_way.known.is_open()
 
     def _saved_wait(self) -> None:
-        if self._under_way is not None:
-            self._under_way.known.wait()
+        """Return when it is known what becomes of the save under way, having cancelled it if that may be."""
+        outcome = self._under_way
+        if outcome is None:
+            return
+        # Where every save is cancelled by the next one, nothing would ever become durable.
+        if self.policy.when_busy == "cancel" and outcome.may_be_cancelled:
+            outcome.cancelled = True
+            self._take_back(outcome)
+        outcome.known.wait()
+
+    def _take_back(self, outcome: _Outcome) -> None:
+        """Of a save that is cancelled and has not begun, as a round is still under way: do not begin it.
+
+        Doing so again is fine: whoever is interrupted in here does.
+        """
+        assert outcome.job is not None
+        if self._thread.withdraw(outcome.job) and not outcome.known.is_open():
+            outcome.error = _Cancelled()
+            outcome.noted.open()
+            outcome.known.open()
 
     def _baseline_is_due(self) -> bool:
         if not self._shard.base or self._era_is_damaged:
@@ -484,13 +530,14 @@ class Writer:
             # Before it is durable: if that fails, these rows are marked again, and such are not compared.
             if self._digests is not None:
                 self._digests.note(number, rows, baseline=baseline)
+                self._digests_known |= baseline
             outcome.noted.open()
             self.catalog.take_over()
             shard, encoder = self._shard, self._encoder
             if baseline:
                 encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
                 shard = Shard(0, encoder.stored, self.strategy)
-            parts = (shard, encoder, number, step, baseline, rows, dense_parts, metadata)
+            parts = (outcome, shard, encoder, step, baseline, rows, dense_parts, metadata)
             try:
                 change, version = self._commit(*parts)
             except StoreFull:
@@ -501,8 +548,9 @@ class Writer:
         except BaseException as failure:  # of whatever kind: the trainer waits for the next lines
             outcome.error = error = self.catalog.with_advice(failure)
             outcome.known.open()
-            log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
-            self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
+            if not isinstance(error, _Cancelled):
+                log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
+                self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
             self._clear_away()
             return
         seconds = time.perf_counter() - started
@@ -531,9 +579,9 @@ class Writer:
 
     def _commit(
         self,
+        outcome: _Outcome,
         shard: Shard,
         encoder: Encoder,
-        number: int,
         step: int,
         baseline: bool,
         rows: list[Rows],
@@ -541,9 +589,13 @@ class Writer:
         metadata: dict[str, Any],
     ) -> tuple[Change, Version]:
         """Write the files of a version and publish the manifest that makes it exist."""
-        blocks = encoder.blocks_ahead(rows, self.policy.background_share)
-        change = shard.write(self.store, number, blocks, baseline=baseline)
+        number = outcome.version
+        share = self.policy.background_share
+        with closing(encoder.blocks_ahead(rows, share, lambda: outcome.cancelled)) as blocks:
+            change = shard.write(self.store, number, blocks, baseline=baseline, check=outcome.check)
+        outcome.check()
         dense = self._store_dense(number, dense_parts())
+        outcome.check()  # from here on it is too late to cancel it
         version = Version(
             version=number, era=number if baseline else self._era, step=step, time=time.time(),
             baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,

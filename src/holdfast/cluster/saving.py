@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,6 +71,10 @@ class FileNote(Struct, frozen=True):
         return sum(f.rows for f in self.added)
 
 
+class _GivenUp(Exception):
+    """Another cut has come: what this one has written will be in no manifest."""
+
+
 @dataclass
 class _Save:
     """One version on its way."""
@@ -94,6 +99,12 @@ class _Save:
     tidy_error: str = ""
     tidy_asked: bool = False
     tidied: bool = False
+    given_up: bool = False
+
+    def check(self) -> None:
+        """Behind the server's back, between two files or blocks: go on only if this is still wanted."""
+        if self.given_up:
+            raise _GivenUp
 
 
 class ShardSaver:
@@ -209,6 +220,7 @@ class ShardSaver:
         save, self._save = self._save, None
         if save is None:
             return False
+        save.given_up = True
         self._mark_again(save)
         tidying = save.tidy_asked and not (save.tidied and save.tidy is None)
         return not save.error and (not save.committed or tidying)
@@ -258,12 +270,16 @@ class ShardSaver:
     def _write(self, save: _Save) -> None:
         started = time.perf_counter()
         try:
-            if save is not self._save:
-                return  # given up before it began
+            save.check()
             save.shard = self._shard_for(save)
-            blocks = self._encoder.blocks_ahead(self._rows(save), self._share)
-            save.change = save.shard.write(self._store, save.version, blocks, baseline=save.baseline)
+            rows = self._rows(save)
+            with closing(self._encoder.blocks_ahead(rows, self._share, lambda: save.given_up)) as blocks:
+                save.change = save.shard.write(
+                    self._store, save.version, blocks, baseline=save.baseline, check=save.check
+                )
             self._store.sync()  # the supervisor's publish knows nothing of names that others made
+        except _GivenUp:
+            pass  # nobody asks for it any more
         except Exception as error:
             log.warning("server %d could not save version %d: %r", self._slot, save.version, error)
             save.error = message_of(error)

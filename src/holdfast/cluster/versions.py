@@ -122,6 +122,7 @@ class Versions:
         self._saved_steps = plan.resume.steps if plan.resume else 0  # whole: only those may be the last
         self._due_steps = self._saved_steps
         self._due_time = now
+        self._last_was_cancelled = False
         self._final: float | None = None
         self._final_tried = False
 
@@ -162,7 +163,7 @@ class Versions:
         if self._save is not None or not self._is_free():
             return False
         steps = supervisor.steps()
-        if self._final_tried or self._saved_steps == steps:
+        if self._final_tried or self._saved_steps == steps or not self._policy.save_last:
             return True
         if supervisor.may_cut():
             self._final_tried = True
@@ -258,10 +259,22 @@ class Versions:
         supervisor.request_cut(number, baseline=baseline, whole=whole)
 
     def _skip(self, supervisor: Supervisor, now: float) -> None:
-        """A save is due, and cannot be begun yet: it waits, or is left out, as the policy says."""
+        """A save is due, and cannot be begun yet: it waits, is left out, or cancels the one under way, as the
+        policy says."""
+        save = self._save
         if self._policy.when_busy == "skip":
             self._due_steps, self._due_time = supervisor.steps(), now
             self._say("checkpoint_skipped", step=self._due_steps)
+        elif self._policy.when_busy == "cancel" and save is not None and save.stage == "collecting":
+            self._cancel(save)
+
+    def _cancel(self, save: _Save) -> None:
+        """Let the save that is due take the place of this one; of two in a row only one, or none is saved."""
+        assert save.cut is not None
+        if not self._last_was_cancelled:
+            self._last_was_cancelled = True
+            self._save = None  # servers hear of it with the next cut
+            self._say("checkpoint_cancelled", version=save.version, step=save.cut.steps - 1)
 
     # One save
 
@@ -346,6 +359,7 @@ class Versions:
         assert save.cut is not None
         version = self._catalog.manifest.versions[-1]
         self._era = version.era
+        self._last_was_cancelled = False
         if save.whole:
             self._saved_steps = save.cut.steps
         self.saved.append(save.version)
@@ -424,6 +438,12 @@ class Versions:
         )
         # Every server's files are durable by now: one manifest makes the version exist.
         catalog.commit_version(version, self._encoder.stored, self._layout_name, notes)
+        if self._last_was_cancelled:
+            # No server writes any more to the version that was cancelled, and none has begun to tidy.
+            try:
+                self._clear_away()
+            except Exception as error:  # the version stands, and the next writer clears it away
+                log.warning("what a cancelled save left in %s stays: %r", catalog.store.url, error)
 
     def _network(self, save: _Save) -> NDArray[np.uint32] | None:
         """The network's records, put together from what servers sent."""

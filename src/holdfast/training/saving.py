@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from holdfast.errors import ConfigError
-from holdfast.options import PRIORITIZED_FRACTION, Policy, PriorityName
+from holdfast.options import PRIORITIZED_FRACTION, Policy, PriorityName, WhenBusy
 from holdfast.redaction import redact
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -18,7 +18,8 @@ _Seconds = Annotated[float, Meta(ge=0)]
 class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a job is saved and restored from, and when; all but ``path`` as in ``holdfast.Policy``.
 
-    A version is also saved when the job ends; with neither ``every_steps`` nor ``every_seconds``, only then.
+    A version is also saved when the job ends (``save_last``); with neither ``every_steps`` nor
+    ``every_seconds``, only then.
     """
 
     path: Annotated[str, Meta(min_length=1)]
@@ -29,7 +30,8 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keep: _Count | None = None
     keep_every: _Count | None = None
     keep_seconds: _Seconds | None = None
-    when_busy: Literal["wait", "skip"] = "wait"
+    when_busy: WhenBusy = "wait"
+    save_last: bool = True
     deletion_delay_seconds: _Seconds | None = None
     quantize: Literal[2, 3, 4, 8, "auto"] | None = None
     quantize_state: Literal[8, 16] | None = None
