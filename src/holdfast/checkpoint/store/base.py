@@ -323,11 +323,15 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def lock_writer(self) -> WriterLock:
+    def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
         """Become the only writer, until the lock is released.
 
         The lock is an early warning that two jobs share a store. It is not what keeps versions
         whole: `publish` is conditional, so two writers without a lock cannot overwrite each other.
+
+        Args:
+            wait_seconds: how long to wait for the lock of a writer that may be dead, where nothing frees it
+                at once; None: as long as it takes. A writer that is known to live is not waited for.
 
         Raises:
             StoreLocked: another writer holds the store; the message names it.

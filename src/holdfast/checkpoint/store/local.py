@@ -190,8 +190,8 @@ class LocalStore(Store):
                 for folder in sorted(changed):
                     self._files.fsync_dir(folder)
 
-    def lock_writer(self) -> WriterLock:
-        """Take the lock; see `Store.lock_writer`."""
+    def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
+        """Take the lock; see `Store.lock_writer`. The kernel frees a dead writer's, so it never waits."""
         with _explained("lock", f"the store {self.url}"):
             return LocalLock(self._files, self.url)
 
