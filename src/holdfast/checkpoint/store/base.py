@@ -281,7 +281,11 @@ class Store(ABC):
         """
 
     def sync(self) -> None:  # noqa: B027 - most stores have nothing left to do
-        """Make every earlier `put` durable, its name included."""
+        """Make every earlier `put` durable, its name included.
+
+        If this or a `publish` fails, what was put since the last one that succeeded may be lost in a crash,
+        though the next one succeeds: put it again, under other names.
+        """
 
     @abstractmethod
     def open(self, name: str) -> ObjectReader:
