@@ -203,6 +203,9 @@ class Policy:
             step that ``step()`` was told, unless a version has it. A job does so when it ends.
         deletion_delay_seconds: how long files that no version needs any more are kept for restores that
             may still be reading them. On a local disk open files stay readable, so 0 is safe there.
+        lock_wait_seconds: how long to wait at the start, at most, for the lease of a writer that may be dead,
+            on stores other than a disk; None: until it has run out. A writer that is known to live is not
+            waited for, and one that is known to be dead neither.
         quantize: store weights in 2, 3, 4 or 8 bits; "auto" or an ``AutoBits`` chooses; None stores them as
             they are. A mapping says it for each table by name or pattern ("model.user_*"), of which the
             first that fits counts; tables that none fits are stored as they are. Training itself stays in
@@ -233,6 +236,7 @@ class Policy:
     when_busy: WhenBusy = "wait"
     save_last: bool = True
     deletion_delay_seconds: float | None = None
+    lock_wait_seconds: float | None = None
     quantize: Bits | Mapping[str, Bits] = None
     quantize_state: Literal[8, 16] | None = None
     background_share: float = 1.0
@@ -261,6 +265,7 @@ class Policy:
         _at_least("keep_every", self.keep_every, 1)
         _at_least("keep_seconds", self.keep_seconds, 0)
         _at_least("deletion_delay_seconds", self.deletion_delay_seconds, 0)
+        _at_least("lock_wait_seconds", self.lock_wait_seconds, 0)
         wishes = self.quantize.values() if isinstance(self.quantize, Mapping) else [self.quantize]
         for wish in wishes:
             if not (isinstance(wish, AutoBits) or (type(wish), wish) in _WISHES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import holdfast as hf
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.base import PARTIAL_PREFIX
 from holdfast.checkpoint.store.local import LocalStore
@@ -20,6 +22,7 @@ from holdfast.events import read_events
 from holdfast.options import Policy
 from holdfast.testing.faults import WRITING_OPERATIONS
 from holdfast.testing.s3 import S3Server
+from tests.checkpoint.by_hand import Rows
 from tests.checkpoint.lineage import STRATEGIES, Lineage, QuickFiles, check_no_leftovers, check_store
 from tests.checkpoint.workers import Workers, running_workers, versions, wait_until_stopped
 
@@ -193,3 +196,33 @@ def test_a_writer_that_wakes_up_long_after_its_lease(
     saved = {e["version"]: e["step"] for e in read_events(tmp_path) if e["event"] == "checkpoint_saved"}
     assert len(saved) >= 2
     assert saved.items() <= listed.items()
+
+
+class TestRestart:
+    """A restart script starts a killed run again at once, long before the lease of a minute has run out."""
+
+    def test_on_the_same_host(self, s3_server: S3Server, workers: Workers) -> None:
+        url, options = f"s3://{s3_server.bucket}/killed", s3_server.options()
+        pid = workers.start("write", url=url, options=options, strategy=CHUNKED, policy=POLICY)
+        workers.hear("saved", pid)
+        os.kill(pid, signal.SIGKILL)
+        _, said = workers.end(pid)
+        run = Rows()
+        with hf.Checkpointer(url, run.objects, hf.Policy(lock_wait_seconds=0), options=options) as ckpt:
+            assert len(ckpt.versions()) >= len(versions(said))
+
+    def test_on_another_host(self, s3_server: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+        import obstore
+
+        url, options = f"s3://{s3_server.bucket}/moved", s3_server.options()
+        run = Rows()
+        with hf.Checkpointer(url, run.objects, options=options) as ckpt:
+            ckpt.save(0)
+        note = {"owner": "dead", "host": "gone", "pid": 1, "expires": time.time() + 1, "seconds": 1.0}
+        with open_store(url, create=False, options=options) as store:
+            obstore.put(store._bucket, "writer.lease", json.dumps(note).encode())  # type: ignore[attr-defined]
+        with pytest.raises(StoreLocked, match="process 1 on host gone"):
+            hf.Checkpointer(url, run.objects, hf.Policy(lock_wait_seconds=0), options=options)
+        with hf.Checkpointer(url, run.objects, options=options) as ckpt:
+            assert ckpt.restore() == 1
+        assert "is locked by process 1 on host gone" in caplog.text

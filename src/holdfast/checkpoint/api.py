@@ -108,7 +108,7 @@ class Checkpointer:
         self._cleanup = contextlib.ExitStack()
         try:
             self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
-            self._lock = self._cleanup.enter_context(self.store.lock_writer())
+            self._lock = self._cleanup.enter_context(self.store.lock_writer(self.policy.lock_wait_seconds))
             self._writer = Writer(self.store, self.policy, self.events)
             self._writer.bind(self._objects.live_tables())
             writer = self._writer  # its hooks know no more: a model must not keep a forgotten one of us alive

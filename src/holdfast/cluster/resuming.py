@@ -49,7 +49,8 @@ def find_resume(plan: JobPlan, on_progress: Callable[[int], None] = lambda done:
         StoreError: the store cannot be reached, or not be written.
     """
     with open_saving(plan) as store:
-        store.lock_writer().release()  # now, rather than in a process that nobody sees
+        # Now, rather than in a process that nobody sees.
+        store.lock_writer(saving_of(plan).config.policy.lock_wait_seconds).release()
         complaints: list[str] = []
         manifest = read_newest(store, complaints)
         problems = list(complaints)

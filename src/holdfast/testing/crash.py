@@ -14,6 +14,7 @@ which nothing rests.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -86,6 +87,12 @@ class RecordingFiles(Files):
             super().mkdir(path)
             self._note(Operation("mkdir", path))
 
+    def rmdir(self, path: str) -> None:
+        """Take a folder away."""
+        with self._journal._guard:
+            super().rmdir(path)
+            self._note(Operation("unlink", path))
+
     def create(self, path: str) -> int:
         """Make a file."""
         with self._journal._guard:
@@ -135,6 +142,44 @@ class RecordingFiles(Files):
             self._note(Operation("fsync_dir", path))
 
 
+class FailedSyncFiles(RecordingFiles):
+    """The ``at``-th call of ``operation``, "fsync" or "fsync_dir", fails once.
+
+    What it was to make durable never will be: the kernel has dropped it, and later calls, which succeed, do
+    not look at it again. Only what is written or named anew is safe.
+
+    Attributes:
+        fired: whether it has failed yet.
+    """
+
+    def __init__(self, journal: Journal, operation: str, at: int) -> None:
+        super().__init__(journal)
+        self._operation = operation
+        self._left = at
+        self.fired = False
+
+    def _fails(self, operation: str) -> bool:
+        self._left -= operation == self._operation
+        if self._left or self.fired:
+            return False
+        self.fired = True
+        return True
+
+    def fsync(self, handle: int) -> None:
+        """Fail or make a file's content durable."""
+        if self._fails("fsync"):
+            self._note(Operation("failed fsync", file=self._open_files[handle]))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fsync(handle)
+
+    def fsync_dir(self, path: str) -> None:
+        """Fail or make a folder's names durable."""
+        if self._fails("fsync_dir"):
+            self._note(Operation("failed fsync_dir", path))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fsync_dir(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Content:
     """A file after a crash: the first ``kept`` bytes of it, then ``zeros`` bytes of nothing."""
@@ -182,6 +227,8 @@ class _Disk:
                 self.length[file] = self.synced[file] = len(content)
         self.durable = dict(self.names)
         self.pending: list[tuple[str, int | None]] = []  # a name, and its file or None if it was taken away
+        self.dropped: list[tuple[str, int | None]] = []  # the same, of which a sync failed
+        self.dropped_files: set[int] = set()
 
     def apply(self, operation: Operation) -> None:
         file = operation.file
@@ -195,8 +242,12 @@ class _Disk:
             case "write":
                 self.written[file].append(operation.data)
                 self.length[file] += len(operation.data)
-            case "fsync":
+            case "fsync" if file not in self.dropped_files:
                 self.synced[file] = self.length[file]
+            case "failed fsync":
+                self.dropped_files.add(file)
+            case "failed fsync_dir":
+                self._drop(operation.path)
             case "link":
                 self._set(operation.target, self.names[operation.path])
             case "unlink":
@@ -209,13 +260,17 @@ class _Disk:
         self.pending.append((path, file))
 
     def _sync_folder(self, folder: str) -> None:
-        waiting = []
-        for path, file in self.pending:
-            if split(path)[0] == folder:
-                _change(self.durable, path, file)
-            else:
-                waiting.append((path, file))
-        self.pending = waiting
+        for path, file in self._take_pending(folder):
+            _change(self.durable, path, file)
+            self.dropped = [(name, other) for name, other in self.dropped if name != path]
+
+    def _drop(self, folder: str) -> None:
+        self.dropped += self._take_pending(folder)
+
+    def _take_pending(self, folder: str) -> list[tuple[str, int | None]]:
+        taken = [(path, file) for path, file in self.pending if split(path)[0] == folder]
+        self.pending = [(path, file) for path, file in self.pending if split(path)[0] != folder]
+        return taken
 
 
 def _change(names: dict[str, int], path: str, file: int | None) -> None:
@@ -256,14 +311,15 @@ def _trees(disk: _Disk, mixed: int, chance: random.Random) -> Iterator[tuple[str
     synced = {file: Content(file, length) for file, length in disk.synced.items()}
     yield "lost", _tree(disk.durable, synced)
     unsynced = [file for file, length in disk.length.items() if length > disk.synced[file]]
-    if not disk.pending and not unsynced:
+    changes = [*disk.dropped, *disk.pending]
+    if not changes and not unsynced:
         return
     whole = {file: Content(file, length) for file, length in disk.length.items()}
     yield "kept", _tree(disk.names, whole)
     yield "names kept", _tree(disk.names, synced)
     for _ in range(mixed):
         names = dict(disk.durable)
-        for path, file in disk.pending:
+        for path, file in changes:
             if chance.random() < 0.5:
                 _change(names, path, file)
         damaged = {file: _damage(disk, file, chance) for file in unsynced}

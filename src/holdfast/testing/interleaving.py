@@ -149,9 +149,9 @@ class SteppedStore(Store):
         self._arrive("clear unfinished")
         self._inner.clear_unfinished()
 
-    def lock_writer(self) -> WriterLock:
+    def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
         """Take the real lock: who tests what happens without one does not ask for it."""
-        return self._inner.lock_writer()
+        return self._inner.lock_writer(wait_seconds)
 
     def close(self) -> None:
         """Nothing: the store below is shared."""

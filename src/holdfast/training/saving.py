@@ -33,6 +33,7 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     when_busy: WhenBusy = "wait"
     save_last: bool = True
     deletion_delay_seconds: _Seconds | None = None
+    lock_wait_seconds: _Seconds | None = None
     quantize: Literal[2, 3, 4, 8, "auto"] | None = None
     quantize_state: Literal[8, 16] | None = None
     background_share: Annotated[float, Meta(gt=0, le=1)] = 1.0

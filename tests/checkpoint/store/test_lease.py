@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 
+from holdfast.checkpoint.store import holder
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
 from holdfast.errors import StoreError, StoreLocked
 
@@ -145,6 +149,100 @@ def test_it_is_renewed_in_the_background_also_after_a_failure(shared: MemoryObje
     assert not lease._renewer.is_alive()
     assert shared.content is not None
     assert json.loads(shared.content)["expires"] == 0
+
+
+def held_elsewhere(shared: MemoryObject, seconds: float, **others: object) -> None:
+    """A lease of a process of which nobody here can tell whether it lives."""
+    note = {"owner": "another", "host": "far", "pid": 7, "expires": time.time() + seconds, "seconds": seconds}
+    shared.content = json.dumps(note | others).encode()
+    shared.version += 1
+
+
+class TestWaiting:
+    def test_for_the_end_of_a_lease(self, shared: MemoryObject, caplog: pytest.LogCaptureFixture) -> None:
+        held_elsewhere(shared, 0.3)
+        with pytest.raises(StoreLocked):
+            Lease(shared, "s3://b", LONG)
+        assert not caplog.text
+        Lease(shared, "s3://b", LONG, wait_seconds=None).release()
+        assert "s3://b is locked by process 7 on host far" in caplog.text
+        assert len(caplog.records) == 1
+
+    def test_no_longer_than_is_asked_for(self, shared: MemoryObject) -> None:
+        held_elsewhere(shared, LONG)
+        with pytest.raises(StoreLocked, match="process 7 on host far"):
+            Lease(shared, "s3://b", LONG, wait_seconds=0.2)
+
+    def test_a_holder_that_renews_is_alive(self, shared: MemoryObject) -> None:
+        held_elsewhere(shared, LONG)
+
+        def renew() -> None:
+            while not asked.wait(0.05):
+                held_elsewhere(shared, LONG)
+
+        asked = threading.Event()
+        holder = threading.Thread(target=renew)
+        holder.start()
+        try:
+            with pytest.raises(StoreLocked, match="process 7 on host far"):
+                Lease(shared, "s3://b", LONG, wait_seconds=None)
+        finally:
+            asked.set()
+            holder.join()
+
+    def test_a_holder_that_lets_go(self, shared: MemoryObject) -> None:
+        held_elsewhere(shared, LONG)
+        timer = threading.Timer(0.1, lambda: held_elsewhere(shared, 0.0, expires=0.0))
+        timer.start()
+        Lease(shared, "s3://b", LONG, wait_seconds=None).release()
+        timer.join()
+
+    def test_a_clock_that_is_ahead_is_not_waited_for(self, shared: MemoryObject) -> None:
+        """A lease that nobody has renewed for as long as it lasts has ended, whatever it says."""
+        held_elsewhere(shared, 0.3, expires=time.time() + 86400)
+        Lease(shared, "s3://b", LONG, wait_seconds=None).release()
+
+
+class TestHolder:
+    def test_a_dead_process_of_this_machine_holds_nothing(self, shared: MemoryObject) -> None:
+        code = "from holdfast.checkpoint.store.holder import note; import json; print(json.dumps(note()))"
+        said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        held_elsewhere(shared, LONG, **json.loads(said))
+        Lease(shared, "s3://b", LONG).release()
+
+    def test_a_process_that_got_the_number_of_a_dead_one_is_not_taken_for_it(
+        self, shared: MemoryObject
+    ) -> None:
+        mine = holder.note()
+        held_elsewhere(shared, LONG, **mine | {"started": mine["started"] - 1})
+        Lease(shared, "s3://b", LONG).release()
+
+    def test_a_living_process_of_this_machine_is_not_waited_for(
+        self, shared: MemoryObject, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        held_elsewhere(shared, LONG, **holder.note())
+        with pytest.raises(StoreLocked, match=f"process {os.getpid()} "):
+            Lease(shared, "s3://b", LONG, wait_seconds=None)
+        assert not caplog.text
+
+    @pytest.mark.parametrize(
+        "other", [{"machine": "another"}, {"machine": ""}, {"machine": None}, {"started": None}, {"pid": -1}]
+    )
+    def test_what_is_not_known_for_sure_is_waited_for(
+        self, shared: MemoryObject, other: dict[str, object]
+    ) -> None:
+        """Containers share process numbers, and sometimes a name."""
+        held_elsewhere(shared, LONG, **holder.note() | {"pid": 4_000_000} | other)
+        with pytest.raises(StoreLocked):
+            Lease(shared, "s3://b", LONG)
+
+    def test_a_zombie_is_dead(self, shared: MemoryObject) -> None:
+        code = "from holdfast.checkpoint.store.holder import note; import json; print(json.dumps(note()))"
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            held_elsewhere(shared, LONG, **json.loads(process.stdout.read()))
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            Lease(shared, "s3://b", LONG).release()
 
 
 def keep_on(lease: Lease) -> None:

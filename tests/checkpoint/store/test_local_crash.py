@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,14 @@ import pytest
 
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import AlreadyExists, StoreError
-from holdfast.testing.crash import CrashState, Journal, RecordingFiles, crash_states, materialise
+from holdfast.testing.crash import (
+    CrashState,
+    FailedSyncFiles,
+    Journal,
+    RecordingFiles,
+    crash_states,
+    materialise,
+)
 from holdfast.testing.stores import content_of, names_in
 
 
@@ -118,28 +126,43 @@ def test_after_any_crash_the_next_writer_can_work(tmp_path: Path) -> None:
         shutil.rmtree(place)
 
 
-class SyncFailsOnce(RecordingFiles):
-    failures = 0
-
-    def fsync_dir(self, path: str) -> None:
-        if not self.failures:
-            self.failures += 1
-            raise OSError(errno.EIO, "Input/output error")
-        super().fsync_dir(path)
-
-
-def test_a_sync_that_failed_is_made_up_for(tmp_path: Path) -> None:
+def test_what_is_put_again_makes_up_for_a_sync_that_failed(tmp_path: Path) -> None:
+    """Names and folders that could not be synced are lost for good; what is made anew is not."""
     journal = Journal()
-    files = SyncFailsOnce(journal)
+    files = FailedSyncFiles(journal, "fsync_dir", 1)
     with LocalStore(tmp_path / "store", create=True, files=files) as store:
-        store.put("chunk", [b"whole"])
-        with pytest.raises(StoreError):
-            store.publish("versions/v1", manifest("chunk"))
-        store.publish("versions/v1", manifest("chunk"))
-    assert files.failures == 1
+        store.put("chunks/1", [b"whole"])
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.publish("versions/v1", manifest("chunks/1"))
+        with pytest.raises(StoreError, match=r"'chunks' .* could not be synced: check the disk"):
+            store.put("chunks/2", [b"whole"])
+        store.delete(["chunks/1"])
+        store.put("chunks/2", [b"whole"])
+        store.publish("versions/v1", manifest("chunks/2"))
+        journal.mark("saved")
+    assert files.fired
+    lost = 0
     for state in crash_states(journal, mixed=8):
         if "versions/v1" in state.tree:
-            assert state.content("chunk") == b"whole"
+            assert state.content("chunks/2") == b"whole"
+        lost += "chunks/1" not in state.tree
+        assert "versions/v1" in state.tree or not state.marks
+    assert lost
+
+
+def test_a_root_whose_name_cannot_be_synced_is_not_left_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fail)
+        with pytest.raises(StoreError, match="Input/output error"):
+            LocalStore(tmp_path / "new/store", create=True)
+    assert not list(tmp_path.iterdir())
+    with LocalStore(tmp_path / "new/store", create=True) as store:
+        store.put("chunk", [b"x"])
 
 
 class NoFileSync(RecordingFiles):

@@ -26,9 +26,9 @@ OLD = {"old/chunk": b"old chunk", "old/doomed": b"doomed", "old/manifest": b"old
 
 ACTIONS: dict[str, Callable[[LocalStore], object]] = {
     "new/deep/chunk": lambda store: store.put("new/deep/chunk", CHUNK),
-    "new/manifest": lambda store: store.publish("new/manifest", b"new manifest" * 100),
+    "published/manifest": lambda store: store.publish("published/manifest", b"new manifest" * 100),
 }
-NEW = {"new/deep/chunk": b"".join(CHUNK), "new/manifest": b"new manifest" * 100}
+NEW = {"new/deep/chunk": b"".join(CHUNK), "published/manifest": b"new manifest" * 100}
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_one_failed_operation(root: Path, operation: str, code: int) -> None:
 
 def is_there(store: LocalStore, name: str, operation: str) -> bool:
     """Whether it was created, and only its name could not be synced: a manifest may be there all the same."""
-    return operation == "fsync_dir" and name == "new/manifest" and name in names_in(store)
+    return operation == "fsync_dir" and name == "published/manifest" and name in names_in(store)
 
 
 def assert_sentence(error: StoreError, code: int) -> None:

@@ -281,7 +281,11 @@ class Store(ABC):
         """
 
     def sync(self) -> None:  # noqa: B027 - most stores have nothing left to do
-        """Make every earlier `put` durable, its name included."""
+        """Make every earlier `put` durable, its name included.
+
+        If this or a `publish` fails, what was put since the last one that succeeded may be lost in a crash,
+        though the next one succeeds: put it again, under other names.
+        """
 
     @abstractmethod
     def open(self, name: str) -> ObjectReader:
@@ -323,11 +327,15 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def lock_writer(self) -> WriterLock:
+    def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
         """Become the only writer, until the lock is released.
 
         The lock is an early warning that two jobs share a store. It is not what keeps versions
         whole: `publish` is conditional, so two writers without a lock cannot overwrite each other.
+
+        Args:
+            wait_seconds: how long to wait for the lock of a writer that may be dead, where nothing frees it
+                at once; None: as long as it takes. A writer that is known to live is not waited for.
 
         Raises:
             StoreLocked: another writer holds the store; the message names it.

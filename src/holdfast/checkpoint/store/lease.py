@@ -1,16 +1,18 @@
 """One writer at a time where nothing frees a lock by itself: a lease that runs out.
 
 The lease is an object that names its holder and the moment when it ends. Its holder renews it; another
-writer may take it over once it has ended. Clocks of different machines differ, so a lease is only an early
-warning that two jobs write to one store. What keeps versions whole is that `Store.publish` is conditional.
+writer may take it over once it has ended, or once its holder is known to be dead. A writer can wait for that:
+a lease that nobody renews for as long as it lasts has ended, by the clock of whoever waits.
+
+Clocks of different machines differ, and a holder may sleep. So a lease is only an early warning that two jobs
+write to one store; what keeps versions whole is said in `holdfast.checkpoint.catalog`.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import logging
 import secrets
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -18,9 +20,13 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from holdfast.checkpoint.store.base import LEASE_OBJECT, WriterLock
-from holdfast.checkpoint.store.local_lock import NONSENSE, read_holder
+from holdfast.checkpoint.store.holder import NONSENSE, is_alive, note, read_holder
 from holdfast.errors import StoreError, StoreLocked
 
+log = logging.getLogger("holdfast.checkpoint")
+
+_MARGIN_SECONDS = 1.0  # a request of the holder's may be on its way
+_LOOK_SECONDS = 1.0
 _END_OF_CALENDAR = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 
 
@@ -44,8 +50,10 @@ class LeaseObject(Protocol):
 class Lease(WriterLock):
     """A held lease, renewed from a thread of its own at a third of its length."""
 
-    def __init__(self, lease: LeaseObject, url: str, seconds: float) -> None:
-        """Take the lease, or raise `StoreLocked`."""
+    def __init__(
+        self, lease: LeaseObject, url: str, seconds: float, wait_seconds: float | None = 0.0
+    ) -> None:
+        """Take the lease, or raise `StoreLocked`; for the wait see `Store.lock_writer`."""
         self._object = lease
         self._url = url
         self._seconds = seconds
@@ -53,7 +61,7 @@ class Lease(WriterLock):
         self._guard = threading.Lock()
         self._released = threading.Event()
         self._taken_by: StoreLocked | None = None
-        self._tag = self._take()
+        self._tag = self._take(wait_seconds)
         self._renewer = threading.Thread(target=self._keep, name="holdfast-lease", daemon=True)
         self._renewer.start()
 
@@ -86,20 +94,44 @@ class Lease(WriterLock):
             self._object.replace(self._note(0.0), self._tag)
         self._renewer.join()
 
-    def _take(self) -> str:
+    def _take(self, wait_seconds: float | None) -> str:
         found = self._object.read()
+        if found is not None and _ends(found[0]) > time.time() and is_alive(found[0]) is not False:
+            found = self._wait(*found, wait_seconds)
         try:
             if found is None:
                 return self._object.create(self._note(self._seconds))
-            content, tag = found
-            if _ends(content) > time.time():
-                raise self._held_by(content)
-            return self._object.replace(self._note(self._seconds), tag)
+            return self._object.replace(self._note(self._seconds), found[1])
         except LeaseChanged:
             found = self._object.read()
             if found is not None and self._is_ours(found[0]):
                 return found[1]  # our request was carried out, and repeated because its answer was lost
             raise self._held_by(found[0] if found else b"") from None
+
+    def _wait(self, content: bytes, tag: str, most_seconds: float | None) -> tuple[bytes, str] | None:
+        """Return the lease as it is when it has ended; raise `StoreLocked` if its holder lives, or may."""
+        left = min(_ends(content) - time.time(), _length(content, self._seconds)) + _MARGIN_SECONDS
+        seconds = left if most_seconds is None else min(most_seconds, left)
+        if seconds <= 0 or is_alive(content):
+            raise self._held_by(content)
+        host, pid = read_holder(content)
+        log.warning(
+            "%s is locked by process %d on host %s, which may be gone: waiting up to %.0f s, until %s, for "
+            "its lease to run out",
+            self._url, pid, host, seconds, _clock(time.time() + seconds),
+        )  # fmt: skip
+        found: tuple[bytes, str] | None = (content, tag)
+        end = time.monotonic() + seconds
+        while (rest := end - time.monotonic()) > 0:
+            time.sleep(min(rest, _LOOK_SECONDS))
+            found = self._object.read()
+            if found is None or _ends(found[0]) == 0:
+                return found  # given back
+            if found[1] != tag:
+                raise self._held_by(found[0])  # it was renewed, or another one was faster
+        if seconds < left:
+            raise self._held_by(content)
+        return found
 
     def _adopt_or_give_up(self) -> None:
         found = self._object.read()
@@ -119,13 +151,10 @@ class Lease(WriterLock):
                 continue  # out of reach for now; there are two more tries before the lease ends
 
     def _note(self, seconds: float) -> bytes:
-        note = {
-            "owner": self._owner,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "expires": time.time() + seconds if seconds else 0.0,
-        }
-        return json.dumps(note).encode()
+        expires = time.time() + seconds if seconds else 0.0
+        return json.dumps(
+            {"owner": self._owner, **note(), "expires": expires, "seconds": self._seconds}
+        ).encode()
 
     def _is_ours(self, content: bytes) -> bool:
         with suppress(*NONSENSE):
@@ -135,9 +164,7 @@ class Lease(WriterLock):
     def _held_by(self, content: bytes) -> StoreLocked:
         host, pid = read_holder(content)
         ends = _ends(content)
-        when = (
-            datetime.fromtimestamp(ends, UTC).isoformat(timespec="seconds") if ends > 0 else "an unknown time"
-        )
+        when = _clock(ends) if ends > 0 else "an unknown time"
         cure = (
             f"; a clock was ahead, no lease is that long: if the process is gone, delete {LEASE_OBJECT} there"
             if ends > time.time() + 2 * self._seconds
@@ -149,6 +176,18 @@ class Lease(WriterLock):
             host,
             pid,
         )
+
+
+def _clock(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+
+
+def _length(content: bytes, default: float) -> float:
+    """Return for how long a lease is taken or renewed, as far as it says so."""
+    with suppress(*NONSENSE):
+        seconds = float(json.loads(content)["seconds"])
+        return seconds if 0 < seconds < _END_OF_CALENDAR else default
+    return default
 
 
 def _ends(content: bytes) -> float:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Files", "LocalStore"]
 
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 _NO_LINKS = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 # Several files: room is needed for two manifests before anything can be deleted, and for their inodes; some
@@ -118,6 +119,9 @@ class LocalStore(Store):
         self.url = os.fspath(path)
         self._files = files or Files()
         self._known_folders: set[str] = {""}
+        self._new_folders: set[str] = set()
+        self._distrusted: set[str] = set()
+        self._making_folders = threading.RLock()
         self._unsynced: set[str] = set()
         self._unsynced_guard = threading.Lock()
         self._reserve_bytes = 0
@@ -190,8 +194,8 @@ class LocalStore(Store):
                 for folder in sorted(changed):
                     self._files.fsync_dir(folder)
 
-    def lock_writer(self) -> WriterLock:
-        """Take the lock; see `Store.lock_writer`."""
+    def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
+        """Take the lock; see `Store.lock_writer`. The kernel frees a dead writer's, so it never waits."""
         with _explained("lock", f"the store {self.url}"):
             return LocalLock(self._files, self.url)
 
@@ -316,13 +320,36 @@ class LocalStore(Store):
         folder, _ = split(name)
         if folder in self._known_folders:
             return
-        self._make_folder_of(folder)
-        with suppress(FileExistsError):
-            self._files.mkdir(folder)
-        with self._unsynced_guard:
-            # Also when it was there: its maker may have died before syncing its name.
-            self._unsynced.add(split(folder)[0])
-        self._known_folders.add(folder)
+        with self._making_folders:
+            if folder in self._known_folders:
+                return
+            self._make_folder_of(folder)
+            parent, _ = split(folder)
+            try:
+                self._files.mkdir(folder)
+                self._new_folders.add(folder)
+            except FileExistsError:
+                if parent in self._distrusted:
+                    self._make_anew(folder)
+            with self._unsynced_guard:
+                # Also when it was there: its maker may have died before syncing its name.
+                self._unsynced.add(parent)
+            self._known_folders.add(folder)
+
+    def _make_anew(self, folder: str) -> None:
+        """Replace a folder whose name could not be synced: that a second sync succeeds proves nothing."""
+        try:
+            self._files.rmdir(folder)
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY:
+                raise
+            if folder in self._new_folders:
+                raise StoreError(
+                    f"the name of the folder {folder!r} in {self.url} could not be synced: check the disk"
+                ) from error
+            return  # what is in it was published by others, who had synced its name before
+        self._files.mkdir(folder)
+        self._new_folders.add(folder)
 
     def _sync_folders(self) -> None:
         with self._syncing:
@@ -331,11 +358,24 @@ class LocalStore(Store):
             try:
                 # Parents before children: a durable name in a folder that is lost is lost too.
                 for folder in sorted(folders):
-                    self._files.fsync_dir(folder)
+                    self._sync_folder(folder)
             except BaseException:
                 with self._unsynced_guard:
                     self._unsynced |= folders
                 raise
+
+    def _sync_folder(self, folder: str) -> None:
+        try:
+            self._files.fsync_dir(folder)
+        except BaseException:
+            # The kernel may have dropped what it could not write. Objects of a save that failed are put again
+            # under other names; folders keep theirs, so they are looked at again before they are used.
+            with self._making_folders:
+                self._distrusted.add(folder)
+                self._known_folders = {f for f in self._known_folders if not f or split(f)[0] != folder}
+            raise
+        with self._making_folders:
+            self._new_folders = {f for f in self._new_folders if split(f)[0] != folder}
 
     def _adopt(self) -> None:
         """Take over what is in the folder from a writer that may have died at any line."""

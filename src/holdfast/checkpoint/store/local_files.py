@@ -29,6 +29,17 @@ class Entry:
     modified: float
 
 
+def _sync_outside(folder: str) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return  # a folder that we may pass through but not read is not one that we made
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def split(path: str) -> tuple[str, str]:
     """Return the folder of ``path`` ("" is the store's root) and the last part."""
     folder, _, last = path.rpartition("/")
@@ -64,6 +75,11 @@ class Files:
         """Make one folder."""
         with self._folder_of(path) as (folder, last):
             os.mkdir(last, 0o777, dir_fd=folder)
+
+    def rmdir(self, path: str) -> None:
+        """Take away one empty folder."""
+        with self._folder_of(path) as (folder, last):
+            os.rmdir(last, dir_fd=folder)
 
     def create(self, path: str) -> int:
         """Make a new file and return its handle for writing."""
@@ -180,18 +196,18 @@ class Files:
         made_in = [os.path.dirname(self._root_path)]
         while not os.path.isdir(made_in[-1]):
             made_in.append(os.path.dirname(made_in[-1]))
+        made = [] if os.path.isdir(self._root_path) else [self._root_path, *made_in[:-1]]
         os.makedirs(self._root_path, exist_ok=True)
         # The root's own name must be as durable as what is put under it. A root that is there may have
         # been made by a process that died before this line, so its name is made durable every time.
-        for folder in reversed(made_in):
-            try:
-                handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except PermissionError:
-                continue  # a folder that we may pass through but not read is not one that we made
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        try:
+            for folder in reversed(made_in):
+                _sync_outside(folder)
+        except OSError:
+            for folder in made:  # to be made anew: a sync that succeeds after one that failed proves nothing
+                with suppress(OSError):
+                    os.rmdir(folder)
+            raise
 
     @contextmanager
     def _folder_of(self, path: str) -> Iterator[tuple[int, str]]:

@@ -5,25 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 from contextlib import suppress
 from weakref import WeakSet
 
+from holdfast.checkpoint.store import holder
 from holdfast.checkpoint.store.base import LOCK_FILE, WriterLock, is_full
 from holdfast.checkpoint.store.local_files import Files
 from holdfast.errors import StoreError, StoreFull, StoreLocked
-
-# What reading a note can raise that someone else wrote, be it by mistake or on purpose.
-NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-
-
-def read_holder(note: bytes) -> tuple[str, int]:
-    """Return host and process of a lock's note; ("unknown", 0) if it says nothing that makes sense."""
-    try:
-        holder = json.loads(note)
-        return str(holder["host"]), int(holder["pid"])
-    except NONSENSE:
-        return "unknown", 0
 
 
 class LocalLock(WriterLock):
@@ -52,7 +40,7 @@ class LocalLock(WriterLock):
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            host, pid = read_holder(os.pread(self._handle, 4096, 0))
+            host, pid = holder.read_holder(os.pread(self._handle, 4096, 0))
             self._close()
             raise StoreLocked(
                 f"{url} is being written by process {pid or 'unknown'} on host {host}: "
@@ -64,9 +52,8 @@ class LocalLock(WriterLock):
             self._close()
             raise
         with suppress(OSError):  # on a full disk the lock still holds; only its note is missing
-            note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
             os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, note, 0)
+            os.pwrite(self._handle, json.dumps(holder.note()).encode(), 0)
 
     def renew(self) -> None:
         """Check that nobody has removed the lock file, which would let a second writer in."""

@@ -187,10 +187,10 @@ class FsspecStore(Store):
             with _explained("delete", f"{name!r} in {self.url}", self._secrets), suppress(*_MISSING):
                 self._system.rm_file(self._path(name))
 
-    def lock_writer(self) -> WriterLock:
+    def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
         """Take a lease, renewed in the background; see `Store.lock_writer` and this module."""
         lease = _FsspecLease(self._system, self._path(LEASE_OBJECT), self.url, self._secrets)
-        return Lease(lease, self.url, _LEASE_SECONDS)
+        return Lease(lease, self.url, _LEASE_SECONDS, wait_seconds)
 
     def close(self) -> None:
         """Nothing is held open: fsspec keeps file systems for the life of the process."""

@@ -301,10 +301,10 @@ class S3Store(Store):
             for start in range(0, len(doomed), 1000):
                 obstore.delete(self._bucket, doomed[start : start + 1000])
 
-    def lock_writer(self) -> WriterLock:
+    def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
         """Take a lease, renewed in the background; see `Store.lock_writer` and `lease`."""
         lease = _S3Lease(self._bucket, self.url, self._secrets)
-        return Lease(lease, self.url, self._lease_seconds)
+        return Lease(lease, self.url, self._lease_seconds, wait_seconds)
 
     def close(self) -> None:
         """End the threads that read."""
