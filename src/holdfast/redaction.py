@@ -1,9 +1,9 @@
 """Keeping passwords out of what is shown and written: messages, logs, events, files of a run.
 
 A URL may hold a password (``sftp://ann:hunter2@host/run``), its query a token, an option a key. The raw
-values go to whoever opens the store and nowhere else. Everything for people goes through ``redact``: the messages of
-all of Holdfast's errors, every event, ``Store.url``. Errors of other packages go through ``Secrets``, which
-knows the values of one store.
+values go to whoever opens the store and nowhere else. Everything for people goes through ``redact``: the
+messages of all of Holdfast's errors, every event, ``Store.url``. Errors of other packages go through
+``Secrets``, which knows the values of one store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """A copy of plain data with all strings redacted, and hidden where their name says that they are secret."""
+    """A copy of plain data with all strings redacted, and hidden where their name says that they are so."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
