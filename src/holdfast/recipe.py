@@ -175,6 +175,12 @@ def check_has(thing: object, names: Sequence[str], path: str, expected: str) -> 
 
 
 def find_own_modules() -> None:
-    """Let modules be imported from the folder that a command is started in, as with ``python -m``."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """Let modules be imported from the folder that a command is started in.
+
+    It comes behind everything that is installed: a file ``torch.py`` there, which anybody may have put into a
+    shared folder, does not take the place of the package. A PYTHONPATH that names the folder is left as it is.
+    """
+    here = os.getcwd()
+    asked_for = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if here not in map(os.path.abspath, filter(None, asked_for)):
+        sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here] + [here]

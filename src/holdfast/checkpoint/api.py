@@ -51,6 +51,7 @@ from holdfast.errors import (
     HoldfastError,
     NoSuchVersion,
     StoreError,
+    threads_explained,
 )
 from holdfast.events import EventLog
 from holdfast.options import Policy
@@ -95,8 +96,9 @@ class Checkpointer:
         self._objects = TrainingObjects(objects, self.policy.bits_of)
         self._cleanup = contextlib.ExitStack()
         try:
-            self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
-            self._lock = self._cleanup.enter_context(self.store.lock_writer())
+            with threads_explained():
+                self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
+                self._lock = self._cleanup.enter_context(self.store.lock_writer())
             self._writer = Writer(self.store, self.policy, self.events)
             self._writer.bind(self._objects.live_tables())
             writer = self._writer  # its hooks know no more: a model must not keep a forgotten one of us alive
@@ -145,7 +147,8 @@ class Checkpointer:
         self._lock.renew()
         if self._writer.skips(step):
             return None
-        version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
+        with threads_explained():
+            version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
         self._last_step = self._last_save_step = step
         self._last_save_time = time.monotonic()
         return version
@@ -263,6 +266,10 @@ class Checkpointer:
         return lambda: encode_tree(tree())
 
     def _restore(self, version: Version) -> int:
+        with threads_explained():
+            return self._read_back(version)
+
+    def _read_back(self, version: Version) -> int:
         started = time.perf_counter()
         objects = self._objects
         self._find_tables()
