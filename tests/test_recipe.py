@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 import holdfast as hf
 from holdfast.errors import ConfigError
-from holdfast.recipe import Recipe, described, make, plain, recipe_of
+from holdfast.recipe import Recipe, described, find_own_modules, make, plain, recipe_of
 
 
 @pytest.fixture
@@ -137,3 +139,24 @@ def test_plain_values() -> None:
     for bad in (float("nan"), b"bytes", {1: 2}, {1, 2}, np.array([np.inf])):
         with pytest.raises(ConfigError, match=r"v(\[0\])? is .*: expected"):
             plain(bad, "v")
+
+
+def test_the_current_folder_is_behind_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for before in (
+        ["/installed", "/more"],
+        ["", "/installed", "/more"],
+        [str(tmp_path), "/installed", "/more"],
+    ):
+        monkeypatch.setattr(sys, "path", list(before))
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        find_own_modules()
+        find_own_modules()
+        assert sys.path == ["/installed", "/more", str(tmp_path)]
+    # Who asks for it to be first gets that.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/elsewhere", str(tmp_path)]))
+    monkeypatch.setattr(sys, "path", ["/elsewhere", str(tmp_path), "/installed"])
+    find_own_modules()
+    assert sys.path == ["/elsewhere", str(tmp_path), "/installed"]

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from holdfast import cli_planning
 from holdfast._version import __version__
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import NO_THREAD, ConfigError, HoldfastError, is_lack_of_threads
 from holdfast.recipe import find_own_modules
 
 app = typer.Typer(
@@ -372,6 +372,8 @@ def main() -> None:
     except HoldfastError as error:
         _fail(str(error))
     except (MemoryError, RuntimeError) as error:
+        if is_lack_of_threads(error):
+            _fail(NO_THREAD)
         if not _is_lack_of_memory(error):
             raise
         asked = re.search(r"allocate (\d+ bytes|[\d.]+ \w+)|overflowed", str(error))

@@ -30,6 +30,9 @@ found, and the cure. Anything else that escapes is a bug in Holdfast.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from holdfast.redaction import redact
 
 
@@ -168,6 +171,30 @@ class UnsafeName(StoreError):
     """A name that no writer of Holdfast chooses, or a link or device in place of a file."""
 
 
+NO_THREAD = (
+    "this machine cannot start another thread: raise the limit on processes (ulimit -u, or the container's "
+    "limit on pids), or end other programs"
+)
+
+
+def is_lack_of_threads(error: BaseException) -> bool:
+    """Whether an error is Python's for a thread that the system did not start."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+
+
+@contextlib.contextmanager
+def threads_explained() -> Iterator[None]:
+    """Raise CheckpointError, which names the cure, in place of that error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lack_of_threads(error):
+            raise CheckpointError(NO_THREAD) from error
+        raise
+
+
 def message_of(error: BaseException) -> str:
     """What to say of any error: those of Holdfast are sentences, of others the kind must be named, too."""
+    if is_lack_of_threads(error):
+        return NO_THREAD
     return str(error) if isinstance(error, HoldfastError) else redact(repr(error))

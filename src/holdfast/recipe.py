@@ -25,6 +25,7 @@ from holdfast.errors import ConfigError
 
 Kind = TypeVar("Kind", bound=type)
 _MADE_WITH = "_holdfast_made_with"
+_DEEPEST = 100
 
 
 class Recipe(Struct, frozen=True):
@@ -71,18 +72,24 @@ def recipe_of(thing: object) -> Recipe:
         raise ConfigError(f"{path} cannot be made in another process: {error}; {cure}") from None
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str, depth: int = 0) -> Any:
     """The value as JSON holds it: arrays and tuples become lists, paths strings; ``where`` is its name."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"{where[:100]}… is nested more than {_DEEPEST} deep, or holds itself")
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(
+            f"{where} is an integer that does not fit in 64 bits: other processes cannot be sent it"
+        )
     if value is None or isinstance(value, bool | int | str) or _is_number(value):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(inner, f"{where}.{key}") for key, inner in value.items()}
+        return {key: plain(inner, f"{where}.{key}", depth + 1) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+        return [plain(inner, f"{where}[{i}]", depth + 1) for i, inner in enumerate(value)]
     what = value if isinstance(value, float) else type(value).__name__
     raise ConfigError(f"{where} is {what}: expected numbers, strings, lists and mappings of them")
 
@@ -168,6 +175,12 @@ def check_has(thing: object, names: Sequence[str], path: str, expected: str) -> 
 
 
 def find_own_modules() -> None:
-    """Let modules be imported from the folder that a command is started in, as with ``python -m``."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """Let modules be imported from the folder that a command is started in.
+
+    It comes behind everything that is installed: a file ``torch.py`` there, which anybody may have put into a
+    shared folder, does not take the place of the package. A PYTHONPATH that names the folder is left as it is.
+    """
+    here = os.getcwd()
+    asked_for = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if here not in map(os.path.abspath, filter(None, asked_for)):
+        sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here] + [here]

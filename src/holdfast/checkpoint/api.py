@@ -53,6 +53,7 @@ from holdfast.errors import (
     NoSuchVersion,
     SaveFailed,
     StoreError,
+    threads_explained,
 )
 from holdfast.events import EventLog
 from holdfast.options import Policy
@@ -107,8 +108,11 @@ class Checkpointer:
             _refuse_unowned(self._objects.tables_without_optimizer())
         self._cleanup = contextlib.ExitStack()
         try:
-            self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
-            self._lock = self._cleanup.enter_context(self.store.lock_writer(self.policy.lock_wait_seconds))
+            with threads_explained():
+                self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
+                self._lock = self._cleanup.enter_context(
+                    self.store.lock_writer(self.policy.lock_wait_seconds)
+                )
             self._writer = Writer(self.store, self.policy, self.events)
             self._writer.bind(self._objects.live_tables())
             writer = self._writer  # its hooks know no more: a model must not keep a forgotten one of us alive
@@ -171,7 +175,8 @@ class Checkpointer:
         if self._writer.skips(step):
             return None
         self._watch.search_last()
-        version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
+        with threads_explained():
+            version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
         self._last_step = self._last_save_step = step
         self._last_save_time = time.monotonic()
         if whole:
@@ -386,6 +391,10 @@ class Checkpointer:
         return lambda: encode_tree(tree())
 
     def _restore(self, version: Version) -> int:
+        with threads_explained():
+            return self._read_back(version)
+
+    def _read_back(self, version: Version) -> int:
         started = time.perf_counter()
         objects = self._objects
         self._find_tables()

@@ -186,7 +186,11 @@ def computed_ahead(values: Iterator[Value], most: int) -> Generator[Value, None,
             put((False, error))
 
     thread = threading.Thread(target=compute, name="holdfast-encode", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the system has none left
+        yield from values
+        return
     try:
         while True:
             more, value = done.get()

@@ -257,8 +257,12 @@ class Gather:
             self._parts = ()
         else:
             # Whoever called has other things to do meanwhile.
+            try:
+                helper = _helper()
+            except RuntimeError:  # the system has no thread left: ``finish`` copies everything
+                return
             self._helped = Latch()
-            _helper().put(self._help)
+            helper.put(self._help)
             # A thread takes a while to wake up, and then needs the interpreter, which this one has, to begin:
             # copying here until it has begun loses no time.
             self._run(UNTIL_HELPED)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,9 +31,12 @@ from holdfast.options import (
 )
 from holdfast.recipe import Recipe, plain
 from holdfast.redaction import redacted
+from holdfast.training import yaml_text
 from holdfast.training.saving import CheckpointConfig
+from holdfast.training.yaml_text import YamlError
 
 _MOST = 2**63 - 1
+_LONGEST_SHOWN = 100
 Positive = Annotated[int, Meta(ge=1, le=_MOST)]
 NotNegative = Annotated[int, Meta(ge=0, le=_MOST)]
 Layers = Annotated[tuple[Positive, ...], Meta(min_length=1)]
@@ -284,26 +286,13 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(redacted(msgspec.to_builtins(config)), sort_keys=False)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML that reads 1e-3 as a number, as YAML 1.2 does and everybody means it."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def _parse(text: str) -> Any:
-    return yaml.load(text, _Loader)  # a SafeLoader: it makes plain values only
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = _parse(path.read_text())
+        values = yaml_text.read(path)
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path} is not YAML: {' '.join(str(error).split())}") from None
+    except (YamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} is not YAML: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -316,9 +305,10 @@ def _override(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"--set {override}: expected key=value, such as optimizer.lr=0.1")
     try:
-        value = _parse(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override}: {text!r} is not a YAML value") from None
+        value = yaml_text.parse(text)
+    except YamlError as error:
+        shown = override if len(override) <= _LONGEST_SHOWN else f"{override[:_LONGEST_SHOWN]}…"
+        raise ConfigError(f"--set {shown}: this is not a YAML value: {error}") from None
     *sections, last = key.split(".")
     for section in sections:
         inner = values[section] = _as_section(section, values.get(section, {}))

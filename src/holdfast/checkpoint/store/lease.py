@@ -63,7 +63,12 @@ class Lease(WriterLock):
         self._taken_by: StoreLocked | None = None
         self._tag = self._take(wait_seconds)
         self._renewer = threading.Thread(target=self._keep, name="holdfast-lease", daemon=True)
-        self._renewer.start()
+        try:
+            self._renewer.start()
+        except BaseException:  # the system has no thread left: nobody would renew it
+            with suppress(StoreError, LeaseChanged):
+                self._object.replace(self._note(0.0), self._tag)
+            raise
 
     def renew(self) -> None:
         """Raise `StoreLocked` if it is known that another writer took the lease over after it had run out.

@@ -31,7 +31,8 @@ from holdfast.cluster.messages import Peer
 from holdfast.cluster.node import Assignment
 from holdfast.errors import ConfigError
 
-NODE_COMMAND: Final = (sys.executable, "-m", "holdfast.cluster.node")
+NODE_COMMAND: Final = (sys.executable, "-P", "-m", "holdfast.cluster.node")
+"""-P: modules come from where this process takes them (PYTHONPATH), not first from the current folder."""
 ONE_THREAD: Final[Mapping[str, str]] = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
 )
