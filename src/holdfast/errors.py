@@ -31,9 +31,12 @@ found, and the cure. Anything else that escapes is a bug in Holdfast.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from holdfast.redaction import redact
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class HoldfastError(Exception):

@@ -178,7 +178,7 @@ def find_own_modules() -> None:
     """Let modules be imported from the folder that a command is started in.
 
     It comes behind everything that is installed: a file ``torch.py`` there, which anybody may have put into a
-    shared folder, does not take the place of the package. A PYTHONPATH that names the folder is left as it is.
+    shared folder, does not take the place of the package. A PYTHONPATH that names the folder is left alone.
     """
     here = os.getcwd()
     asked_for = os.environ.get("PYTHONPATH", "").split(os.pathsep)
