@@ -151,17 +151,20 @@ def test_rows_of_a_cancelled_save_are_in_the_next(tmp_path: Path) -> None:
 def test_a_save_past_its_commit_point_counts_as_done(tmp_path: Path) -> None:
     run = Rows()
     with cancelling(tmp_path, run) as ckpt:
+        ckpt.save(0)  # it takes the store over, which publishes as well
+        ckpt.wait()
         gate = Gate(ckpt.store, "publish")
-        ckpt.save(0)
+        run.change(ckpt, 1)
+        ckpt.save(1)
         gate.wait()
         truth = run.value()
-        run.change(ckpt, 1)
-        saving = started(lambda: ckpt.save(1))
+        run.change(ckpt, 2)
+        saving = started(lambda: ckpt.save(2))
         cancelled(ckpt)
         gate.open()
         saving.join(SECONDS)
-    assert [(v.version, v.step) for v in ckpt.versions()] == [(1, 0), (2, 1)]
-    assert restored(tmp_path, 1) == truth
+    assert [(v.version, v.step) for v in ckpt.versions()] == [(1, 0), (2, 1), (3, 2)]
+    assert restored(tmp_path, 2) == truth
     assert restored(tmp_path) == run.value()
 
 

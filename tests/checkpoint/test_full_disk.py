@@ -117,5 +117,5 @@ def test_any_of_many_disks_can_be_left(
     tmp_path: Path, strategy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
-    for seed in range(100, 300):
+    for seed in range(100, 200):
         leave_full_disk(tmp_path / str(seed), strategy, seed)

@@ -130,7 +130,7 @@ def test_rivals_on_a_disk(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rivals_on_a_disk_for_long(tmp_path: Path, strategy: str) -> None:
-    run_on_disk(tmp_path, strategy, range(100, 1100))
+    run_on_disk(tmp_path, strategy, range(100, 500))
 
 
 def run_on_s3(server: S3Server, strategy: str, seeds: range) -> Counter[str]:

@@ -397,7 +397,7 @@ def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start"):
+        with pytest.raises(hf.CheckpointError, match="cannot start another thread"):
             ckpt.save(0)
     run.change(ckpt, 1)
     assert in_time(ckpt.wait) is None

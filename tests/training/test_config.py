@@ -43,7 +43,8 @@ def test_checkpoints_are_a_policy_with_a_path(tmp_path: Path) -> None:
     assert config.checkpoint.policy == Policy(every_steps=5, quantize="auto")
     assert load(write(tmp_path, to_yaml(config))) == config
     options = {field.name for field in dataclasses.fields(Policy)}
-    assert {*CheckpointConfig.__struct_fields__} == {"path", *options}
+    # Servers of a job change every row themselves: nothing changes unseen.
+    assert {*CheckpointConfig.__struct_fields__} == {"path", *options} - {"verify"}
     with pytest.raises(ConfigError, match="only jobs are saved by it"):
         Trainer(config)
 

@@ -293,9 +293,11 @@ class Catalog:
         """The same error; if there is no space left and deleting versions would help, it says so."""
         if not isinstance(error, StoreFull) or len(self.manifest.versions) < 2:
             return error
-        return StoreFull(
+        advised = StoreFull(
             f"{error}, or keep fewer versions (holdfast ckpt gc {self.store.url} --keep N, or Policy(keep=N))"
         )
+        advised.__cause__ = error
+        return advised
 
     def _due(self, now: float) -> list[str]:
         """Retired files that may be deleted as soon as a manifest stands after this one."""

@@ -394,7 +394,7 @@ def _open_catalog(store: Store, policy: Policy) -> Catalog:
     if catalog.complaints:
         raise CheckpointError(
             f"nothing was deleted, as the files of a damaged manifest may be all that is left of a version: "
-            f"{'; '.join(catalog.complaints)}; two more saves replace it"
+            f"{'; '.join(catalog.complaints)}; the next save replaces it"
         )
     return catalog
 

@@ -190,8 +190,9 @@ class Versions:
         if error is not None:
             # A store elsewhere stays locked for a while after a supervisor that died.
             self._open_at = now + _OPEN_AGAIN_SECONDS
-            if not isinstance(error, StoreLocked):
-                self._fail(f"the store of checkpoints could not be opened: {message_of(error)}")
+            said = f"the store of checkpoints could not be opened: {message_of(error)}"
+            if not isinstance(error, StoreLocked) and said not in self.errors:  # it is tried over and over
+                self._fail(said)
             return
         self._look_around(supervisor)
 

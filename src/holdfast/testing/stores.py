@@ -345,6 +345,17 @@ class StoreContract:
             assert names_in(store) == ["chunk", "manifest"]
         assert names_in(store) == ["chunk", "manifest"]
 
+    def test_the_reserve_is_not_an_object(self, store: Store, second: Store) -> None:
+        """It is neither listed nor in the way, and can be given up and kept again."""
+        store.put("chunk", [b"x"])
+        for _ in range(2):
+            store.keep_reserve(1000)
+            assert names_in(second) == ["chunk"]
+            while store.use_reserve():
+                assert names_in(second) == ["chunk"]
+        store.clear_unfinished()
+        assert names_in(second) == ["chunk"]
+
     def test_closing_twice(self, store: Store) -> None:
         """Is fine, for a store and a reader."""
         store.put("object", [b"x"])

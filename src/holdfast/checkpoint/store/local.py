@@ -121,6 +121,7 @@ class LocalStore(Store):
         self._known_folders: set[str] = {""}
         self._new_folders: set[str] = set()
         self._distrusted: set[str] = set()
+        self._doubtful: set[str] = set()
         self._making_folders = threading.RLock()
         self._unsynced: set[str] = set()
         self._unsynced_guard = threading.Lock()
@@ -208,9 +209,8 @@ class LocalStore(Store):
         """Fill some hidden files; see `Store.keep_reserve`."""
         if size <= self._reserve_bytes:
             return
-        with suppress(
-            OSError, StoreError
-        ):  # it is a precaution: what there is to say, the next save will say
+        # It is only a precaution: what cannot be written now, the next save will tell.
+        with suppress(OSError, StoreError):
             sizes = [self._size_of(name) for name in _RESERVE]
             for number, name in enumerate(_RESERVE):
                 if sizes[number] < size:
@@ -287,23 +287,26 @@ class LocalStore(Store):
     def _fill(self, name: str, least: int) -> int:
         """Make a file of that size, larger if there is room; returns its size."""
         roomy = max(least, _SMALLEST_RESERVE_BYTES)
-        for size in (2 * roomy, roomy, least):
-            with suppress(FileNotFoundError):
-                self._files.unlink(name)
-            handle = self._files.create(name)
+        for size in (2 * roomy, roomy):
+            with suppress(OSError):
+                return self._write_noise(name, size)
+        return self._write_noise(name, least)
+
+    def _write_noise(self, name: str, size: int) -> int:
+        """Some file systems store a run of zeros in no space at all."""
+        with suppress(FileNotFoundError):
+            self._files.unlink(name)
+        handle = self._files.create(name)
+        try:
             try:
-                try:
-                    # Noise: some file systems store a run of zeros in no space at all.
-                    self._write_all(handle, byte_views([secrets.token_bytes(size)]))
-                    return size
-                finally:
-                    self._files.close(handle)
-            except OSError as error:
-                with suppress(OSError):
-                    self._files.unlink(name)
-                if not is_full(error) or size == least:
-                    raise
-        return 0
+                self._write_all(handle, byte_views([secrets.token_bytes(size)]))
+            finally:
+                self._files.close(handle)
+        except BaseException:
+            with suppress(OSError):
+                self._files.unlink(name)
+            raise
+        return size
 
     def _write_all(self, handle: int, views: Sequence[memoryview]) -> None:
         waiting = list(views)
@@ -343,13 +346,14 @@ class LocalStore(Store):
         except OSError as error:
             if error.errno not in _NOT_EMPTY:
                 raise
-            if folder in self._new_folders:
+            if folder in self._doubtful:
                 raise StoreError(
                     f"the name of the folder {folder!r} in {self.url} could not be synced: check the disk"
                 ) from error
             return  # what is in it was published by others, who had synced its name before
         self._files.mkdir(folder)
         self._new_folders.add(folder)
+        self._doubtful.discard(folder)
 
     def _sync_folders(self) -> None:
         with self._syncing:
@@ -372,6 +376,7 @@ class LocalStore(Store):
             # under other names; folders keep theirs, so they are looked at again before they are used.
             with self._making_folders:
                 self._distrusted.add(folder)
+                self._doubtful |= {f for f in self._new_folders if split(f)[0] == folder}
                 self._known_folders = {f for f in self._known_folders if not f or split(f)[0] != folder}
             raise
         with self._making_folders:
