@@ -26,6 +26,16 @@ def test_the_complete_example_of_checkpointing(tmp_path: Path, monkeypatch: pyte
         assert len(list((tmp_path / "run1" / "dense").iterdir())) == 2
 
 
+def test_the_examples_of_data() -> None:
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / "data.md").read_text(), re.DOTALL)
+    complete = [example for example in examples if example.startswith("import")]
+    assert len(complete) == 2
+    for example in complete:
+        names: dict[str, object] = {"__name__": "example"}
+        exec(compile(example.replace("1_000_000", "9_000"), "data.md", "exec"), names)  # noqa: S102
+        assert names["state"]
+
+
 def test_the_first_example_of_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

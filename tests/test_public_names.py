@@ -39,6 +39,7 @@ def test_public_names() -> None:
         "PNN",
         "PartialRecovery",
         "Policy",
+        "Prefetch",
         "QuantizedRows",
         "Reader",
         "Recommender",

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.api import Job
     from holdfast.cluster.job import JobResult
     from holdfast.data.criteo import Criteo
+    from holdfast.data.prefetch import Prefetch
     from holdfast.data.reader import Batch, Reader
     from holdfast.data.synthetic import Synthetic
     from holdfast.models.deepfm import DeepFM
@@ -69,6 +70,7 @@ _HOMES = {
     "PNN": "holdfast.models.pnn",
     "Job": "holdfast.cluster.api",
     "JobResult": "holdfast.cluster.job",
+    "Prefetch": "holdfast.data.prefetch",
     "QuantizedRows": "holdfast.checkpoint.quantized",
     "Reader": "holdfast.data.reader",
     "Recommender": "holdfast.models.recommender",
@@ -106,6 +108,7 @@ __all__ = [
     "ObjectMissing",
     "PartialRecovery",
     "Policy",
+    "Prefetch",
     "QuantizedRows",
     "Reader",
     "Recommender",

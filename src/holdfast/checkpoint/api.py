@@ -39,6 +39,7 @@ from holdfast.checkpoint.live import LiveTables
 from holdfast.checkpoint.loader import RowLoader
 from holdfast.checkpoint.manifest import Manifest, Version, raise_if_unreachable, read_newest
 from holdfast.checkpoint.progress import byte_progress
+from holdfast.checkpoint.read_ahead import ReadAhead
 from holdfast.checkpoint.restore import VersionReader, find_version, open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.torch_fit import some
@@ -128,6 +129,7 @@ class Checkpointer:
             self._cleanup.close()
             raise
         self._captured_before = False
+        self._read_ahead = ReadAhead(self._objects.objects, self.events)
         # Who forgets to close it gets what is under way written all the same, and the lock freed.
         self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, self._pid)
         _note_the_end()
@@ -147,6 +149,7 @@ class Checkpointer:
         self._last_step, self._told, self._told_version = step, (step, metadata), None
         self._writer.collect()
         self._check_some()
+        self._read_ahead.told(step)
         if self._last_save_step is None or step < self._last_save_step:  # the count began anew
             self._last_save_step = step - 1
         policy = self.policy
@@ -207,7 +210,8 @@ class Checkpointer:
 
         Without a version: the newest one that can be read whole; every newer one that cannot is named in
         the log. A store that does not answer is an error, not a reason to take an older one. Returns 0 if
-        nothing has been saved yet. Loaders must not have been iterated yet.
+        nothing has been saved yet. Loaders must not have been iterated yet. A loader that is read ahead of
+        training, by a queue or a thread, must be a ``Prefetch``: see there.
         """
         self._check_open()
         self.wait()
@@ -430,6 +434,7 @@ class Checkpointer:
         resumed = self._writer.resume(version)
         self._last_step = self._last_save_step = version.step
         self._told = None
+        self._read_ahead.begin(version.step + 1)
         figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}
         self.events.emit("checkpoint_restored", **figures, bytes=reader.bytes_read, continues_era=resumed)
         log.info("restored version %d (step %d) in %.2f s", version.version, version.step, seconds)

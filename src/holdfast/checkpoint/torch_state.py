@@ -487,7 +487,9 @@ def _undo_casts(optimizer: Optimizer, state: Any) -> None:
 
 
 def _is_iterating(thing: Any) -> bool:
-    """Whether a StatefulDataLoader, or what looks like one, has handed out an iterator."""
+    """Whether a StatefulDataLoader, or what looks like one, has handed out an iterator; or a Prefetch."""
+    if getattr(thing, "is_iterating", False) is True:
+        return True
     # One that state_dict() made for itself is replaced when a state is loaded: nobody has it.
     return getattr(thing, "_iterator", None) is not None and not getattr(
         thing, "_initial_iter_for_state_dict", False

@@ -29,7 +29,7 @@ from holdfast.data.criteo_files import (
 from holdfast.data.criteo_kernel import FIELDS, explain_bad_line, parse_lines, pass_lines
 from holdfast.data.criteo_shape import CATEGORICAL_FEATURES as TABLES
 from holdfast.data.criteo_shape import DENSE_FEATURES
-from holdfast.data.reader import Batch
+from holdfast.data.reader import Batch, ReadCount
 from holdfast.errors import BadLine, ConfigError, DataError, WrongReaderState
 from holdfast.recipe import described
 
@@ -245,6 +245,7 @@ class Criteo:
         self._sizes = {n: file.size for n, file in enumerate(self._files) if not file.is_gzip}
         self._worker, self._workers = 0, 1
         self._start_at(_Position())
+        self.read_count = ReadCount()
         self._iterations = 0
         self._iteration: weakref.ref[Generator[Batch, None, None]] | None = None
 
@@ -275,6 +276,7 @@ class Criteo:
         child = copy.copy(self)
         child._worker, child._workers = worker, workers
         child._start_at(_Position())
+        child.read_count = ReadCount()
         return child
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,6 +315,7 @@ class Criteo:
 
     def _batches(self, iteration: int) -> Generator[Batch, None, None]:
         self._check_newest(iteration)
+        self.read_count.begin()
         index = self._position.next_batch
         stream = _Stream(self._files, self._parts(), self._position)
         capacity = min(self.batch_size, self._most_samples() + 1)
@@ -328,10 +331,12 @@ class Criteo:
                 index += 1
                 if batch is not None:
                     self._position = stream.position(index)
+                    self.read_count.count()
                     yield batch
                     self._check_newest(iteration)
             self._position = stream.position(index)
             self._exhausted = True
+            self.read_count.end()
         finally:
             stream.close()
 

@@ -7,6 +7,7 @@ workers, stopped, resumed and replayed exactly: the number says it all.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
@@ -33,6 +34,36 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+@dataclass(slots=True)
+class ReadCount:
+    """How far a loader has been read in this process, for ``Checkpointer`` to compare with what was trained.
+
+    Any loader may have one as its ``read_count``.
+    """
+
+    batches: int = 0
+    passes: int = 0
+    """How often it was iterated over, the last time included."""
+    ended: bool = False
+    """Whether the last of them has come to its end."""
+    thread: int | None = None
+    """The thread that has got the last batch."""
+
+    def begin(self) -> None:
+        """Somebody iterates over it."""
+        self.passes += 1
+        self.ended = False
+
+    def count(self) -> None:
+        """A batch is handed out, in this thread."""
+        self.batches += 1
+        self.thread = threading.get_ident()
+
+    def end(self) -> None:
+        """There are no more."""
+        self.ended = True
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.data.criteo_shape import DENSE_FEATURES, capped_rows
-from holdfast.data.reader import Batch
+from holdfast.data.reader import Batch, ReadCount
 from holdfast.data.synthetic_kernel import CURVE_BITS, GUIDE_BITS, fill
 from holdfast.errors import ConfigError, WrongReaderState
 from holdfast.recipe import described
@@ -79,6 +79,7 @@ class Synthetic:
         self._worker, self._workers = 0, 1
         self._next_index = 0
         self._iterating = False
+        self.read_count = ReadCount()
         self._sampler = _Sampler(self.table_rows, self.ids_per_sample, zipf_exponent, noise, seed)
 
     def _check(self) -> None:
@@ -117,12 +118,15 @@ class Synthetic:
 
     def __iter__(self) -> Iterator[Batch]:
         self._iterating = True
+        self.read_count.begin()
         try:
             while self._next_index < self.batches:
                 index = self._next_index
                 self._next_index += self._workers
+                self.read_count.count()
                 yield self.batch(index)
             self._next_index = self._worker
+            self.read_count.end()
         finally:
             self._iterating = False
 
@@ -134,6 +138,7 @@ class Synthetic:
         mine._worker, mine._workers = worker, workers
         mine._next_index = worker
         mine._iterating = False
+        mine.read_count = ReadCount()
         return mine
 
     def skip_to(self, index: int) -> None:
