@@ -22,6 +22,7 @@ from holdfast.checkpoint.manifest import name_of, read_newest
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import rounds
+from holdfast.checkpoint.tools import collect_garbage
 from holdfast.checkpoint.verify import verify_versions
 from holdfast.errors import HoldfastError, SaveFailed, StoreLocked
 from holdfast.events import EventLog, read_events
@@ -44,18 +45,31 @@ _places = itertools.count()
 class Rivals:
     """Two writers, each of which is started twice, and what became of their saves."""
 
-    def __init__(self, inner: Store, policy: Policy, seed: int, saves: int = 4) -> None:
-        self.inner, self.policy, self.saves = inner, policy, saves
+    def __init__(
+        self, inner: Store, policy: Policy, seed: int, saves: int = 4, lost_answers: float = 0.0
+    ) -> None:
+        self.inner, self.policy, self.saves, self.lost_answers = inner, policy, saves, lost_answers
         self.turns = Turns(seed)
         self.promised: list[tuple[int, int]] = []
         self.outcomes: Counter[str] = Counter()
 
-    def run(self) -> None:
-        self.turns.run({"one": lambda: self.work("one", 0), "two": lambda: self.work("two", 1)})
+    def run(self, *, gc: bool = False) -> None:
+        scripts = {"one": lambda: self.work("one", 0), "two": lambda: self.work("two", 1)}
+        self.turns.run(scripts | ({"gc": self.collect} if gc else {}))
+        self.deletes = gc or self.policy.keep is not None
+
+    def collect(self) -> None:
+        store = SteppedStore(self.inner, self.turns, "gc", self.lost_answers)
+        for _ in range(4):
+            try:
+                collect_garbage(store, Policy(keep=2))
+                self.outcomes["collected"] += 1
+            except HoldfastError:
+                self.outcomes["not collected"] += 1
 
     def work(self, who: str, number: int) -> None:
         for life in range(2):
-            store = SteppedStore(self.inner, self.turns, who)
+            store = SteppedStore(self.inner, self.turns, who, self.lost_answers)
             try:
                 line = Lineage(store, self.policy)
             except HoldfastError:
@@ -92,7 +106,7 @@ class Rivals:
             report = verify_versions(self.inner)
             assert report.good, report
         listed = {v.version: v.step for v in manifest.versions}
-        oldest = min(listed, default=0) if self.policy.keep else 0
+        oldest = min(listed, default=0) if self.deletes else 0
         lost = [(v, s) for v, s in self.promised if v >= oldest and listed.get(v) != s]
         assert not lost, f"versions {lost} were reported as saved, and {listed} are there"
         line = Lineage(self.inner, self.policy)
@@ -113,8 +127,8 @@ def run_on_disk(root: Path, strategy: str, seeds: Iterator[int] | range) -> Coun
     for seed in seeds:
         with LocalStore(root / str(seed), create=True, files=QuickFiles()) as store:
             policy = Policy(strategy=STRATEGIES[strategy], keep=(None, 1, 3)[seed % 3])
-            rivals = Rivals(store, policy, seed)
-            rivals.run()
+            rivals = Rivals(store, policy, seed, lost_answers=0.05 * (seed % 4 == 3))
+            rivals.run(gc=seed % 5 == 4)
             rivals.check()
             outcomes += rivals.outcomes
     return outcomes
@@ -125,6 +139,7 @@ def test_rivals_on_a_disk(tmp_path: Path, strategy: str) -> None:
     outcomes = run_on_disk(tmp_path, strategy, range(12))
     assert outcomes["fenced off"] > 10, outcomes
     assert outcomes["saved"] > 30, outcomes
+    assert outcomes["collected"], outcomes
 
 
 @pytest.mark.soak

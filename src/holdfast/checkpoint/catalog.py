@@ -381,13 +381,7 @@ class Catalog:
     def _create(self, number: int, data: bytes, from_reserve: bool) -> bool:
         """Publish; False if one of ours stands there that was said to have failed, and so it did."""
         try:
-            while True:
-                try:
-                    self.store.publish(manifests.name_of(number), data)
-                    break
-                except StoreFull:
-                    if not from_reserve or not self.store.use_reserve():
-                        raise
+            self._create_in_any_case(number, data, from_reserve)
         except AlreadyExists as taken:
             try:
                 found = self._content(number)
@@ -401,8 +395,17 @@ class Catalog:
             self.store.sync()
         return True
 
+    def _create_in_any_case(self, number: int, data: bytes, from_reserve: bool) -> None:
+        while True:
+            try:
+                self.store.publish(manifests.name_of(number), data)
+                return
+            except StoreFull:
+                if not from_reserve or not self.store.use_reserve():
+                    raise
+
     def _look_for_others(self) -> None:
-        """Raise StoreLocked if another writer has published since we did, or have read the store."""
+        """Raise StoreLocked if another writer has published since we have, or since we read the store."""
         newest = max(manifests.numbers(self.store), default=0)
         tried = self._attempts and newest == self._last_number + 1
         if tried and checksum(self._content(newest)) in self._attempts:
@@ -416,9 +419,8 @@ class Catalog:
         """Withdraw what has just been published if it is not the newest."""
         found = manifests.numbers(self.store)
         if found and found[0] > number:
-            with suppress(
-                StoreError
-            ):  # below the newest it is read by nobody, and the next writer deletes it
+            # If that fails: below the newest it is read by nobody, and the next writer deletes it.
+            with suppress(StoreError):
                 self.store.delete([manifests.name_of(number)])
             self._fence_off(found[0])
         if not self.store.publishes_exclusively:

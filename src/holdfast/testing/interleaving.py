@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.store import ObjectInfo, ObjectReader, Store, WriterLock
+from holdfast.errors import StoreUnreachable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -75,6 +77,10 @@ class Turns:
                 raise AssertionError(f"{who} waits for its turn to {what}, and nobody gives it")
             self.trace.append((who, what))
 
+    def happens(self, share: float) -> bool:
+        """Whether something happens that happens so often. Ask only in one's turn."""
+        return self._chance.random() < share
+
     def _choose(self, last: str | None = None) -> None:
         if not self._waiting:
             return
@@ -88,9 +94,12 @@ class Turns:
 
 
 class SteppedStore(Store):
-    """A store whose operations wait for their turn; names are deleted one by one."""
+    """A store whose operations wait for their turn; names are deleted one by one.
 
-    def __init__(self, inner: Store, turns: Turns, who: str) -> None:
+    Of ``lost_answers`` of its operations, as a share, the answer is lost: they are carried out, and fail.
+    """
+
+    def __init__(self, inner: Store, turns: Turns, who: str, lost_answers: float = 0.0) -> None:
         self.url = inner.url
         self.keeps_open_files = inner.keeps_open_files
         self.publishes_exclusively = inner.publishes_exclusively
@@ -98,19 +107,24 @@ class SteppedStore(Store):
         self._inner = inner
         self._turns = turns
         self._who = who
+        self._lost_answers = lost_answers
 
-    def _arrive(self, what: str) -> None:
+    @contextmanager
+    def _step(self, what: str) -> Iterator[None]:
         self._turns.arrive(self._who, what)
+        yield
+        if self._turns.happens(self._lost_answers):
+            raise StoreUnreachable(f"the answer was lost: {what}")
 
     def put(self, name: str, parts: Sequence[Buffer]) -> int:
         """Write a new object."""
-        self._arrive(f"put {name}")
-        return self._inner.put(name, parts)
+        with self._step(f"put {name}"):
+            return self._inner.put(name, parts)
 
     def publish(self, name: str, data: bytes) -> None:
         """Create an object."""
-        self._arrive(f"publish {name}")
-        self._inner.publish(name, data)
+        with self._step(f"publish {name}"):
+            self._inner.publish(name, data)
 
     def sync(self) -> None:
         """Make names durable: nothing that others see."""
@@ -118,13 +132,13 @@ class SteppedStore(Store):
 
     def open(self, name: str) -> ObjectReader:
         """Open an object."""
-        self._arrive(f"open {name}")
-        return self._inner.open(name)
+        with self._step(f"open {name}"):
+            return self._inner.open(name)
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         """List objects."""
-        self._arrive(f"list {prefix}")
-        return self._inner.list(prefix)
+        with self._step(f"list {prefix}"):
+            return self._inner.list(prefix)
 
     def misplaced(self, prefix: str) -> Sequence[str]:
         """List what is no object."""
@@ -133,8 +147,8 @@ class SteppedStore(Store):
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects."""
         for name in names:
-            self._arrive(f"delete {name}")
-            self._inner.delete([name])
+            with self._step(f"delete {name}"):
+                self._inner.delete([name])
 
     def keep_reserve(self, size: int) -> None:
         """Hold back room."""
@@ -146,8 +160,8 @@ class SteppedStore(Store):
 
     def clear_unfinished(self) -> None:
         """Delete unfinished files."""
-        self._arrive("clear unfinished")
-        self._inner.clear_unfinished()
+        with self._step("clear unfinished"):
+            self._inner.clear_unfinished()
 
     def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
         """Take the real lock: who tests what happens without one does not ask for it."""

@@ -202,6 +202,10 @@ class TestWaiting:
         held_elsewhere(shared, 0.3, expires=time.time() + 86400)
         Lease(shared, "s3://b", LONG, wait_seconds=None).release()
 
+    def test_a_note_that_says_for_ever_is_not_believed(self, shared: MemoryObject) -> None:
+        held_elsewhere(shared, 1e9)
+        Lease(shared, "s3://b", 0.3, wait_seconds=None).release()
+
 
 class TestHolder:
     def test_a_dead_process_of_this_machine_holds_nothing(self, shared: MemoryObject) -> None:

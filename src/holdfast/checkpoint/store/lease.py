@@ -27,6 +27,7 @@ log = logging.getLogger("holdfast.checkpoint")
 
 _MARGIN_SECONDS = 1.0  # a request of the holder's may be on its way
 _LOOK_SECONDS = 1.0
+_LONGEST_LEASE_SECONDS = 3600.0  # a note that says more is damaged, or meant to lock others out
 _END_OF_CALENDAR = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 
 
@@ -191,7 +192,7 @@ def _length(content: bytes, default: float) -> float:
     """Return for how long a lease is taken or renewed, as far as it says so."""
     with suppress(*NONSENSE):
         seconds = float(json.loads(content)["seconds"])
-        return seconds if 0 < seconds < _END_OF_CALENDAR else default
+        return seconds if 0 < seconds <= _LONGEST_LEASE_SECONDS else default
     return default
 
 
