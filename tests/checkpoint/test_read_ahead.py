@@ -509,7 +509,6 @@ class Counts:
         for batch in range(self.batches):
             self.read_count.count()
             yield batch
-        self.read_count.end()
 
 
 class Says(ReadAhead):

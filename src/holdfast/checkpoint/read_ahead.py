@@ -89,7 +89,6 @@ class _Reads(NamedTuple):
     batches: int
     iteration: object
     """Numbers, or objects, one for each time that it is iterated over."""
-    ended: bool
     thread: int | None = None
     """Which has got the last batch; None: that is not known."""
 
@@ -113,7 +112,7 @@ class _Watched:
     def look(self, step: int) -> bool | None:
         """Whether it is read ahead; None if that is not known yet. Raises _Unclear if it will not be."""
         reads = _reads_of(self._loader)
-        if reads is None or reads.ended or not self._is_the_same_pass(reads):
+        if reads is None or not self._is_the_same_pass(reads):
             raise _Unclear
         if self._seen and step <= self._seen[-1][0]:
             raise _Unclear
@@ -166,11 +165,11 @@ def _reads_of(thing: Any) -> _Reads | None:
     """How far a loader has been read; None if it is none, or cannot be asked."""
     count: Any = getattr(thing, "read_count", None)
     if type(getattr(count, "batches", None)) is int:
-        return _Reads(count.batches, count.passes, count.ended, count.thread)
+        return _Reads(count.batches, count.passes, count.thread)
     if not hasattr(thing, "_initial_iter_for_state_dict"):
         return None
     iterator = getattr(thing, "_iterator", None)  # of a StatefulDataLoader
     if iterator is None:
-        return _Reads(0, None, False)
+        return _Reads(0, None)
     batches = getattr(iterator, "_num_yielded", None)
-    return _Reads(batches, iterator, iterator._finished) if type(batches) is int else None
+    return _Reads(batches, iterator) if type(batches) is int else None

@@ -336,7 +336,6 @@ class Criteo:
                     self._check_newest(iteration)
             self._position = stream.position(index)
             self._exhausted = True
-            self.read_count.end()
         finally:
             stream.close()
 

@@ -109,7 +109,6 @@ class Prefetch:
                 if error is not None:
                     raise error
                 if item.is_end:
-                    self._reads.end()
                     return
                 self._reads.count()
                 yield batch

@@ -46,24 +46,17 @@ class ReadCount:
     batches: int = 0
     passes: int = 0
     """How often it was iterated over, the last time included."""
-    ended: bool = False
-    """Whether the last of them has come to its end."""
     thread: int | None = None
     """The thread that has got the last batch."""
 
     def begin(self) -> None:
         """Somebody iterates over it."""
         self.passes += 1
-        self.ended = False
 
     def count(self) -> None:
         """A batch is handed out, in this thread."""
         self.batches += 1
         self.thread = threading.get_ident()
-
-    def end(self) -> None:
-        """There are no more."""
-        self.ended = True
 
 
 @runtime_checkable

@@ -126,7 +126,6 @@ class Synthetic:
                 self.read_count.count()
                 yield self.batch(index)
             self._next_index = self._worker
-            self.read_count.end()
         finally:
             self._iterating = False
 
