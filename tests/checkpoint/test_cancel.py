@@ -16,12 +16,14 @@ import pytest
 
 import holdfast as hf
 from holdfast.checkpoint import bundles, encoding
+from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.strategies import rounds
 from holdfast.errors import SaveFailed
 from holdfast.events import EventLog, read_events
 from holdfast.options import Chunked, Policy
 from holdfast.testing.faults import WRITING_OPERATIONS, FaultyFiles
+from holdfast.testing.s3 import S3Server
 from tests.checkpoint.by_hand import SECONDS, Rows, in_time, restored
 from tests.checkpoint.lineage import (
     QUANTIZED,
@@ -428,4 +430,23 @@ def test_cancels_on_a_disk_that_fails(tmp_path: Path, seeds: range, monkeypatch:
             with LocalStore(root, create=False, files=QuickFiles()) as store, store.lock_writer():
                 check_no_leftovers(Lineage(store, policy))
     assert failed
+    assert any(e["event"] == "checkpoint_cancelled" for e in read_events(tmp_path))
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("small_files")
+def test_cancels_on_an_object_store(s3_server: S3Server, tmp_path: Path) -> None:
+    policy = Policy(strategy=Chunked(round_versions=2), when_busy="cancel", keep=3, deletion_delay_seconds=0)
+    with (
+        EventLog(tmp_path) as events,
+        open_store(f"s3://{s3_server.bucket}/cancel", create=True, options=s3_server.options()) as store,
+        store.lock_writer(),
+    ):
+        line = Lineage(store, policy, events)
+        for _ in range(40):
+            line.train()
+            number = line.save()
+        line.writer.close()
+        assert check_store(store).versions[-1].version == number
+        check_no_leftovers(line)
     assert any(e["event"] == "checkpoint_cancelled" for e in read_events(tmp_path))

@@ -41,6 +41,9 @@ def test_checkpoints_are_a_policy_with_a_path(tmp_path: Path) -> None:
     config = load(None, ["checkpoint.path=run1", "checkpoint.every_steps=5", "checkpoint.quantize=auto"])
     assert config.checkpoint is not None
     assert config.checkpoint.policy == Policy(every_steps=5, quantize="auto")
+    other = load(None, ["checkpoint.path=run1", "checkpoint.when_busy=cancel", "checkpoint.save_last=false"])
+    assert other.checkpoint is not None
+    assert other.checkpoint.policy == Policy(when_busy="cancel", save_last=False)
     assert load(write(tmp_path, to_yaml(config))) == config
     options = {field.name for field in dataclasses.fields(Policy)}
     # Servers of a job change every row themselves: nothing changes unseen.

@@ -166,6 +166,7 @@ class Checkpointer:
         ``step`` is the step that was just done, by default the last that ``step()`` was told.
         ``metadata``, a dict of what JSON can say, is kept with the version. Returns None if a save is under
         way and the policy says to skip. Whatever the policy prioritizes, all rows that changed are in it.
+        If the policy says to cancel, the version never exists if the next save comes too soon.
         """
         return self._save(step, metadata, whole=True)
 

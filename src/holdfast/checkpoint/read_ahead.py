@@ -61,7 +61,7 @@ class ReadAhead:
         for name, watched in list(self._watched.items()):
             try:
                 is_ahead = watched.look(step)
-            except _Unclear:
+            except (_Unclear, TypeError):  # a step that is no number is not for us to complain about
                 is_ahead = False
             if is_ahead is not None:
                 del self._watched[name]

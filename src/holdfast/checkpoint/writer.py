@@ -4,6 +4,9 @@
 (the *snapshot*: all that training waits for). In the background it writes the files, publishes the
 manifest, and then, with no save waiting for it, lets the shard rearrange its files.
 
+A save may be cancelled by the next one until its manifest is about to be published: the trainer sets a flag,
+at which the background looks between files and blocks (``_Outcome.check``).
+
 Who touches what: the tracker's bits belong to the trainer's thread alone, catalog and shard to the
 background's while a save is under way. What became of a save is picked up by the trainer's next call.
 """
