@@ -294,7 +294,7 @@ class LocalStore(Store):
 
     def _write_noise(self, name: str, size: int) -> int:
         """Some file systems store a run of zeros in no space at all."""
-        with suppress(FileNotFoundError):
+        if self._files.exists(name):
             self._files.unlink(name)
         handle = self._files.create(name)
         try:
