@@ -131,6 +131,12 @@ HOSTILE: list[dict[str, Any]] = [
     {"versions__1__version": 1},
     {"eras": [msgspec.to_builtins(WHOLE.eras[0])] * 2},
     {"eras": []},
+    {"eras__0__files": [msgspec.to_builtins(file("a", 1))] * 2},
+    {VERSION + "records": [1, 2]},
+    {VERSION + "records": [-1]},
+    {VERSION + "records": [2**62]},
+    {"eras__0__open_records": [1, 2]},
+    {"eras__0__open_records": [-1]},
 ]  # fmt: skip
 
 
