@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import asdict
 
 from holdfast.cluster.messages import (
     Beat,
+    Figures,
     Install,
     Instant,
     Lacks,
@@ -25,6 +27,7 @@ from holdfast.cluster.messages import (
     Pull,
     Push,
     Pushed,
+    Redundancy,
     Rows,
     Saved,
     ServerInView,
@@ -240,6 +243,8 @@ class _Checks:
             self._slot("server", slot)
         for exited in message.exited:
             self._slot(exited.peer.role, exited.peer.slot)
+        _counts(message.redundancy)
+        _counts(message.figures)
 
     def _view(self, message: View, frames: Sequence[Frame], source: Peer) -> None:
         _count(frames, 0)
@@ -262,6 +267,8 @@ class _Checks:
         _count(frames, 0)
         for node in message.nodes:
             self._slot(node.peer.role, node.peer.slot)
+            _counts(node.redundancy)
+            _counts(node.figures)
         if message.failure is not None:
             self._slot(message.failure[1].role, message.failure[1].slot)
         if message.finished and not message.tests:
@@ -307,6 +314,12 @@ def _within(number: int, count: int, what: str) -> None:
 def _count(frames: Sequence[Frame], count: int) -> None:
     if len(frames) != count:
         raise ValueError(f"{len(frames)} arrays: expected {count}")
+
+
+def _counts(counted: Redundancy | Figures) -> None:
+    for name, value in asdict(counted).items():
+        if isinstance(value, int) and value < 0 and name != "version":
+            raise ValueError(f"{name} is {value}: expected 0 or more")
 
 
 def _size(frame: Frame, rows: int, row_bytes: int) -> None:
