@@ -17,7 +17,7 @@ from holdfast.testing.stranger import Stranger, endpoints_of, most_memory_of
 from tests.cluster.test_api import network, reader, twin_of
 from tests.other_user import CAN_BE_ANOTHER, NOBODY
 
-STEPS = 400
+STEPS = 1000
 MOST_GROWTH = 64 << 20
 
 
@@ -36,6 +36,7 @@ class Attacked:
         self.before: dict[int, int] = {}
         self.grown: dict[int, int] = {}
         self.steps: list[int] = []
+        self.steps_then = 0
         self._done = False
 
     def run(self) -> JobResult:
@@ -49,8 +50,8 @@ class Attacked:
                     self.findings = self.stranger.close()
 
     def _holds(self) -> bool:
-        """The job must not end before the stranger does."""
-        return bool(self.steps) and self.steps[-1] >= STEPS - 50 and not self._done
+        """The job must not end before the stranger does; until a report tells of it, workers go on."""
+        return bool(self.steps) and self.steps[-1] >= STEPS // 2 and not self._done
 
     def _look(self, status: Status) -> None:
         self.steps.append(status.steps)
@@ -66,15 +67,19 @@ class Attacked:
             for pid, before in self.before.items():
                 self.grown[pid] = max(self.grown.get(pid, 0), most_memory_of(pid) - before)
             assert not self.stranger.ended
-            self._done = self._done or self.stranger.findings.rounds >= self.rounds
+            if not self._done and self.stranger.findings.rounds >= self.rounds:
+                self._done, self.steps_then = True, status.steps
 
 
 def check(attacked: Attacked, result: JobResult) -> None:
     """Nothing was read, nothing stopped, nobody has grown, and every batch counts once, to the bit."""
     assert len(attacked.endpoints) == 3, "the supervisor's and the servers'"
     assert max(attacked.grown.values()) <= MOST_GROWTH, attacked.grown
+    assert attacked.findings.rounds >= attacked.rounds
     assert attacked.findings.answers == 0
+    assert attacked.first_step < attacked.steps_then <= STEPS, "it was trained on meanwhile"
     assert (result.steps, result.workers_replaced, result.failures) == (STEPS, 0, ())
+    assert result.messages_dropped == 0, "of strangers none comes as far as a message"
     assert result.records == twin_of(attacked.job, servers=2).records()
 
 

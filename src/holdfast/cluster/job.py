@@ -100,6 +100,9 @@ class JobResult:
     """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
     parities_wrong: int = 0
     """How often they did not agree."""
+    messages_dropped: int = 0
+    """Messages that came to processes which lived to the end, and did not count: damaged, malformed, or not
+    from who may send them."""
 
     @property
     def auc(self) -> float:
@@ -416,6 +419,7 @@ class Runner:
             / max(1, status.samples * sum(group.rows for group in self.plan.groups[:-1])),
             parities_checked=sum(node.redundancy.scrubbed for node in status.nodes),
             parities_wrong=sum(node.redundancy.wrong for node in status.nodes),
+            messages_dropped=sum(node.figures.dropped for node in status.nodes),
         )
 
     def _error(self, status: Status) -> JobFailed:

@@ -16,8 +16,8 @@ import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -137,8 +137,9 @@ def most_memory_of(pid: int) -> int:
 class _Attack:
     """One process's attacks on one endpoint."""
 
-    def __init__(self, endpoint: str, job: str, megabytes: int, findings: Findings) -> None:
-        self._endpoint, self._job, self._findings = endpoint, job, findings
+    def __init__(self, endpoint: str, job: str, megabytes: int) -> None:
+        self.findings = Findings()
+        self._endpoint, self._job = endpoint, job
         self._budget = megabytes << 20
         self._held: list[socket.socket] = []
 
@@ -150,6 +151,7 @@ class _Attack:
         self.half_handshakes()
         self.claimed_lengths()
         self.stolen_name()
+        self.findings.rounds += 1
 
     def release(self) -> None:
         """Close all connections."""
@@ -214,7 +216,7 @@ class _Attack:
                 dealer.send_multipart(parts)
             while dealer.poll(_ANSWER_MILLISECONDS):
                 dealer.recv_multipart()
-                self._findings.answers += 1
+                self.findings.answers += 1
 
     def _connect(self) -> socket.socket | None:
         scheme, _, address = self._endpoint.partition("://")
@@ -225,9 +227,9 @@ class _Attack:
             connection.connect(address if scheme == "ipc" else (host, int(port)))
         except OSError:
             connection.close()
-            self._findings.unreachable += 1
+            self.findings.unreachable += 1
             return None
-        self._findings.connected += 1
+        self.findings.connected += 1
         return connection
 
     def _stream(self, start: bytes, blocks: Iterable[bytes]) -> None:
@@ -239,20 +241,12 @@ class _Attack:
         with contextlib.suppress(OSError):
             for block in itertools.chain([start], blocks):
                 connection.sendall(block)
-                self._findings.sent_bytes += len(block)
+                self.findings.sent_bytes += len(block)
 
 
 def _greeting(mechanism: bytes) -> bytes:
     """What a client of ZMTP 3.0 says first."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
-
-
-def _rounds(attacks: Sequence[_Attack], stopping: Callable[[], bool]) -> Iterator[None]:
-    while not stopping():
-        for attack in attacks:
-            if not stopping():
-                attack.run()
-        yield
 
 
 def main() -> None:
@@ -262,22 +256,20 @@ def main() -> None:
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)
-    ended = threading.Event()
+    attacks = [_Attack(endpoint, job, megabytes) for endpoint in endpoints]
+    with ThreadPoolExecutor(len(attacks) + 1) as threads:
+        threads.submit(_end_with_input)
+        while True:
+            list(threads.map(_Attack.run, attacks))
+            found = [attack.findings for attack in attacks]
+            sums = {name: sum(getattr(one, name) for one in found) for name in Findings.__struct_fields__}
+            print(msgspec.json.encode({**sums, "rounds": found[0].rounds}).decode(), flush=True)
 
-    def watch() -> None:
-        while os.read(0, 1 << 16):
-            pass
-        ended.set()
-        time.sleep(1.0)
-        os._exit(0)  # in the midst of an attack
 
-    threading.Thread(target=watch, daemon=True).start()
-    findings = Findings()
-    attacks = [_Attack(endpoint, job, megabytes, findings) for endpoint in endpoints]
-    for _ in _rounds(attacks, ended.is_set):
-        findings.rounds += 1
-        sys.stdout.buffer.write(msgspec.json.encode(findings) + b"\n")
-        sys.stdout.flush()
+def _end_with_input() -> None:
+    while os.read(0, 1 << 16):
+        pass
+    os._exit(0)  # in the midst of an attack
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Door(threading.Thread):
 
     def open(self, endpoint: str) -> None:
         """Begin, once the ROUTER is bound there."""
-        self._port = int(endpoint.rpartition(":")[2])
+        self._port = int(endpoint.rpartition(":")[2]) if endpoint.startswith("tcp://") else 0
         self.start()
 
     def proven(self, file: int) -> None:

@@ -328,7 +328,12 @@ class ZmqTransport:
 
     def _proven_name(self, parts: list[zmq.Frame]) -> str | None:
         """Who has sent a message, by its key; None: without keys nobody can tell."""
-        return None if self._keys is None or not parts else str(parts[0].get("User-Id"))
+        if self._keys is None or not parts:
+            return None
+        try:
+            return str(parts[0].get("User-Id"))
+        except zmq.ZMQError:
+            return ""
 
     def _open(self, parts: list[zmq.Frame], name: str | None) -> Envelope | None:
         """The message in these parts; None (and a count) if it is none for this node."""
