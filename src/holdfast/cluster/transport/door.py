@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import struct
 import threading
 from typing import TYPE_CHECKING, Final
@@ -31,6 +32,8 @@ MOST_UNPROVEN: Final = 256
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _MONITOR_ENDPOINT: Final = "inproc://holdfast.monitor"
 _NOW: Final = int(zmq.DONTWAIT)
+_EVENTS_AT_ONCE: Final = 1024
+"""A flood of them must not keep members from being answered."""
 _EVENT: Final = struct.Struct("=HI")
 _ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 _DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
@@ -130,7 +133,7 @@ class Door(threading.Thread):
     def _look(self) -> None:
         """Note who has come and gone."""
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_EVENTS_AT_ONCE):
                 event, value = _EVENT.unpack_from(self._monitor.recv_multipart(_NOW)[0])
                 if event == _ACCEPTED:
                     self._unproven.pop(value, None)
@@ -148,6 +151,8 @@ class Door(threading.Thread):
             file = next(iter(self._unproven))
             del self._unproven[file]
             # It may have been closed by now, and another file may have its number.
+            if not stat.S_ISSOCK(os.fstat(file).st_mode):
+                return
             with socket.socket(fileno=os.dup(file)) as connection:
                 is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and connection.getsockname()[1] == self._port:
