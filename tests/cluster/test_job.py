@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.cluster.job import Launcher, TrainingClock
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.messages import NodeStatus, Peer, Status, View, ViewNumber, WorkerInView
+from holdfast.cluster.messages import Evaluation, NodeStatus, Peer, Status, View, ViewNumber, WorkerInView
 from holdfast.cluster.transport.base import Envelope
 from holdfast.errors import JobFailed
 from tests.cluster.launch.test_local import COMMAND, PATHS, assignment
@@ -84,7 +84,8 @@ def test_a_supervisor_that_dies_before_it_has_said_how_the_job_ended(told: bool)
     launcher.tick(1.0)
     launcher.tick(2.0)
     if told:
-        launcher.receive(Envelope(supervisor, launcher.me, Status("stopping", 5, 5, (), finished=True)), 2.5)
+        last = Status("stopping", 5, 5, (), tests=(Evaluation(1, 0.5, 0.5, 1),), finished=True)
+        launcher.receive(Envelope(supervisor, launcher.me, last), 2.5)
         launcher.tick(10.0)
     else:
         with pytest.raises(JobFailed, match="while the job was ending"):

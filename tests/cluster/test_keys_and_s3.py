@@ -1,4 +1,4 @@
-"""A whole job of real processes that speak only to holders of keys, and save to an object store."""
+"""A whole job of real processes that speak only to members, over TCP, and save to an object store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import holdfast as hf
 from holdfast.checkpoint.manifest import read_newest
 from holdfast.checkpoint.store import open_store
-from holdfast.cluster.keys import load_keys, make_keys
+from holdfast.cluster import job as job_module
+from holdfast.cluster.keys import JobKeys
 from holdfast.cluster.progress import JobProgress
 from holdfast.events import read_events
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server
@@ -46,20 +47,31 @@ def test_a_job_with_keys_goes_on_from_an_object_store(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     store = f"s3://{s3_server.bucket}/job"
-    make_keys(tmp_path / "keys")
     mechanisms: list[str] = []
+    secrets = [SECRET_KEY.encode()]
+    shown: list[bytes] = []
+
+    class Recorded(JobKeys):
+        def __init__(self, servers: int, workers: int) -> None:
+            super().__init__(servers, workers)
+            secrets.extend(secret.encode() for _, secret in self._pairs.values())
+
+    monkeypatch.setattr(job_module, "JobKeys", Recorded)
 
     def look(progress: JobProgress) -> None:
         if progress.phase == "running" and not mechanisms:
             started = next(e for e in read_events(tmp_path / "first") if e["event"] == "job_started")
-            ports = [port for process in started["processes"] for port in listening_ports(process["pid"])]
-            mechanisms.extend(mechanism(port) for port in ports)
+            pids = [process["pid"] for process in started["processes"]]
+            mechanisms.extend(mechanism(port) for pid in pids for port in listening_ports(pid))
+            shown.extend(
+                Path(f"/proc/{pid}/{name}").read_bytes() for pid in pids for name in ("cmdline", "environ")
+            )
 
     def job(run: str, max_steps: int | None) -> hf.Job:
         return hf.Job(
             network(), reader(samples=40_000), test_data=reader(samples=500, part="test"),
             servers=2, workers=1, staleness=0, optimizer="adam", max_steps=max_steps,
-            keys=tmp_path / "keys", checkpoint={"path": store, "every_steps": 40}, run=tmp_path / run,
+            bind="tcp://127.0.0.1", checkpoint={"path": store, "every_steps": 40}, run=tmp_path / run,
         )  # fmt: skip
 
     first = job("first", max_steps=170).run(look)
@@ -75,7 +87,13 @@ def test_a_job_with_keys_goes_on_from_an_object_store(
     assert (second.steps, second.samples) == (400, 40_000)
     assert min(second.versions) > max(first.versions)
     assert second.records == twin_of(whole, servers=2).records()
-    secrets = [SECRET_KEY.encode(), load_keys(tmp_path / "keys").secret.encode()]
+    assert len(secrets) == 1 + 2 * (2 + 2 + 1), "each job has made its own"
+    paths = [
+        path for folder in ("first", "second") for path in (tmp_path / folder).rglob("*") if path.is_file()
+    ]
+    shown += [path.read_bytes() for path in paths]
+    # The object store's own is in the environment, where it was put.
+    assert not any(secret in text for secret in secrets[1:] for text in shown)
+    assert not any(secrets[0] in path.read_bytes() for path in paths)
     for folder in ("first", "second"):
-        for path in (path for path in (tmp_path / folder).rglob("*") if path.is_file()):
-            assert not any(secret in path.read_bytes() for secret in secrets), path
+        assert (tmp_path / folder / "supervisor.json").stat().st_mode & 0o777 == 0o600

@@ -20,6 +20,8 @@ from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.messages import Beat, Peer
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.transport.address import address_of
+from holdfast.cluster.transport.private import private_folder
 from holdfast.cluster.transport.zmq import ZmqTransport
 from holdfast.errors import HoldfastError
 
@@ -31,7 +33,11 @@ _QUIET_SECONDS = 3.5
 def measure(report: Report, plan: JobPlan, rounds: int) -> None:
     """Start servers of a job one after the other, cold and warm in turns."""
     used: dict[str, list[float]] = {"cold": [], "forked": [], "warm": [], "uncached": []}
-    with ZmqTransport(Peer("supervisor"), plan.job, "tcp://127.0.0.1") as transport:
+    me = Peer("supervisor")
+    with (
+        private_folder() as sockets,
+        ZmqTransport(me, plan.job, address_of(f"ipc://{sockets}", me)) as transport,
+    ):
 
         def start(how: str) -> float:
             with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as cache:
@@ -67,7 +73,8 @@ def _start(
         LocalLauncher(Path(folder), environment={**ONE_THREAD, **environment}) as engine,
     ):
         me = Peer("server", 0, time.monotonic_ns())  # no late word of an earlier one is taken for its own
-        assignment = Assignment(me=me, plan=plan, supervisor=transport.endpoint, folder=folder)
+        bind = transport.endpoint.rpartition("/")[0]
+        assignment = Assignment(me=me, plan=plan, supervisor=transport.endpoint, folder=folder, bind=bind)
         if how in {"forked", "warm"}:
             engine.warm("server")  # as one that is thrown away: it was forked before all was loaded
             (waiting,) = engine.warm_pids("server")

@@ -21,13 +21,12 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.cluster.job import JobResult, Runner
-from holdfast.cluster.keys import load_keys
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.messages import Happening, Status
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.planning import plan_job
 from holdfast.cluster.progress import JobProgress, Reports
-from holdfast.cluster.transport.address import check_shared
+from holdfast.cluster.transport.address import LOCAL, check_shared
 from holdfast.cluster.witness import ROWS_FOLDER
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
@@ -79,8 +78,8 @@ class Job:
             default all processes share all processors.
         run: the run's folder; by default a new one under ``runs/``.
         engine: where processes run: "local", on this machine.
-        bind: the address that processes listen on, each on a free port; any but loopback needs keys.
-        keys: the folder of keys (see ``holdfast.cluster.keys``).
+        bind: where processes listen: "ipc", Unix sockets in a folder that only this user can enter; or a TCP
+            address without a port, such as "tcp://127.0.0.1", on which every connection is encrypted.
         checkpoint: where to save the job, a folder or a URL; or the keys of the ``checkpoint`` section, such
             as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job goes on
             from the newest.
@@ -107,8 +106,7 @@ class Job:
         server_processors: Sequence[int] = (),
         run: str | os.PathLike[str] | None = None,
         engine: Literal["local"] = "local",
-        bind: str = "tcp://127.0.0.1",
-        keys: str | os.PathLike[str] | None = None,
+        bind: str = LOCAL,
         checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         kill: Sequence[str | Kill] = (),
     ) -> None:
@@ -117,7 +115,7 @@ class Job:
         data_section, batch_size = _data(data, test_data, batch_size)
         job = {
             "servers": servers, "workers": workers, "protection": msgspec.to_builtins(protection),
-            "staleness": staleness, "bind": bind, "keys": None if keys is None else os.fspath(keys),
+            "staleness": staleness, "bind": bind,
             "kill": [str(one) for one in kill], "server_processors": list(server_processors),
         }  # fmt: skip
         self.config = _checked(
@@ -184,8 +182,7 @@ class Job:
         stop_requested: Callable[[], bool],
     ) -> JobResult:
         config, job = self.config, self.config.job
-        keys = load_keys(job.keys) if job.keys else None
-        check_shared(job.bind, encrypted=keys is not None)  # what is refused is said here, not in a log
+        check_shared(job.bind)  # what is refused is said here, not in a log
         kills = job.kills
         lost: tuple[str, ...] = ()
         earlier: Runner | None = None
@@ -196,7 +193,7 @@ class Job:
                     for _ in range(count):
                         engine.warm(role)
                 plan = plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
-                runner = Runner(plan, engine, folder, events, job.bind, job.keys or "", kills)
+                runner = Runner(plan, engine, folder, events, job.bind, kills)
                 if earlier is not None:
                     if plan.resume is None:
                         raise DataLoss(lost[-1])

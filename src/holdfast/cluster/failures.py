@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -62,7 +63,9 @@ class Failures:
         for happening in sorted(happened, key=lambda one: one.at):
             if (happening.at, happening.event) not in self._seen:
                 self._seen.add((happening.at, happening.event))
-                self._take(happening.event, happening.at, happening.figures)
+                # A report that cannot be understood tells nothing; it must not end the job.
+                with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+                    self._take(happening.event, happening.at, happening.figures)
 
     def _take(self, event: str, at: float, figures: Mapping[str, Any]) -> None:
         match event:

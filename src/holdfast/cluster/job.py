@@ -6,6 +6,7 @@ supervisor asks for, and ends them; it decides nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import signal
 import time
@@ -16,9 +17,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.cluster.checks import Admission
 from holdfast.cluster.epochs import Durable
 from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds
-from holdfast.cluster.keys import Keys, load_keys
+from holdfast.cluster.keys import JobKeys
 from holdfast.cluster.launch.base import Engine
 from holdfast.cluster.loop import flush
 from holdfast.cluster.messages import (
@@ -35,7 +37,9 @@ from holdfast.cluster.messages import (
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.supervisor import STATE_FILE
+from holdfast.cluster.transport.address import LOCAL
 from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.transport.private import private_folder
 from holdfast.cluster.transport.zmq import ZmqTransport
 from holdfast.errors import DataLoss, JobFailed, ServerLost, WorkerFailed
 from holdfast.events import EventLog
@@ -96,6 +100,9 @@ class JobResult:
     """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
     parities_wrong: int = 0
     """How often they did not agree."""
+    messages_dropped: int = 0
+    """Messages that came to processes which lived to the end, and did not count: damaged, malformed, or not
+    from who may send them."""
 
     @property
     def auc(self) -> float:
@@ -112,9 +119,14 @@ class Launcher:
     """The machine that starts what views ask for and says what has ended."""
 
     def __init__(
-        self, engine: Engine, template: Assignment, faults: Mapping[int, Sequence[str]] | None = None
+        self,
+        engine: Engine,
+        template: Assignment,
+        faults: Mapping[int, Sequence[str]] | None = None,
+        keys: JobKeys | None = None,
     ) -> None:
         self.me = Peer("launcher")
+        self.admission = Admission(self.me, template.plan)
         self.outbox: list[Envelope] = []
         self.view = View(ViewNumber(), "starting")
         self.status: Status | None = None
@@ -128,6 +140,7 @@ class Launcher:
         self._faults = faults or {}
         self._engine = engine
         self._template = template
+        self._keys = keys
         self._current: dict[tuple[str, int], Peer] = {}
         self._supervisors = 0
         self._left_at: float | None = None  # the supervisor ended, with the job
@@ -138,6 +151,8 @@ class Launcher:
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take a view or a report."""
         message = envelope.message
+        if not self.admission.admits(envelope):
+            return
         if isinstance(message, Status):
             self.status = message
         elif isinstance(message, View) and message.number > self.view.number:
@@ -214,7 +229,8 @@ class Launcher:
     def _assignment(self, peer: Peer) -> Assignment:
         planned = self._faults.get(peer.slot, ()) if peer.role == "worker" else ()
         mine = tuple(planned[peer.incarnation - 1 : peer.incarnation])
-        return msgspec.structs.replace(self._template, me=peer, faults=mine)
+        keys = self._keys.of(peer) if self._keys is not None else None
+        return msgspec.structs.replace(self._template, me=peer, faults=mine, keys=keys)
 
 
 @dataclass
@@ -226,8 +242,8 @@ class Runner:
         engine: where its processes run.
         folder: the run's.
         events: the run's log.
-        bind: the address that processes listen on.
-        keys: the folder of keys, "" for none.
+        bind: where processes listen: "ipc", Unix sockets in a private folder, or a TCP address without a
+            port, with keys that are made for this run.
         kills: processes to kill on the way.
         faults: for workers, by slot: where each incarnation is ended by force (see ``faults``).
         chaos: the folder through which links are broken (see ``transport.links``), "" for none.
@@ -237,8 +253,7 @@ class Runner:
     engine: Engine
     folder: Path
     events: EventLog
-    bind: str = "tcp://127.0.0.1"
-    keys: str = ""
+    bind: str = LOCAL
     kills: Sequence[Kill] = ()
     faults: dict[int, Sequence[str]] = field(default_factory=dict)
     chaos: str = ""
@@ -259,35 +274,40 @@ class Runner:
 
         Raises JobFailed or what is under it when it cannot go on; no process is left behind.
         """
-        try:
-            result = self._run(on_status, stop_requested, hold_requested)
-        except BaseException:
-            self.engine.close(_FAILED_SECONDS)
-            raise
-        self.engine.close()
-        return result
+        with private_folder() if self.bind == LOCAL else contextlib.nullcontext() as folder:
+            try:
+                bind = self.bind if folder is None else f"ipc://{folder}"
+                result = self._run(bind, on_status, stop_requested, hold_requested)
+            except BaseException:
+                self.engine.close(_FAILED_SECONDS)
+                raise
+            self.engine.close()
+            return result
 
     def _run(
         self,
+        bind: str,
         on_status: Callable[[Status], None],
         stop_requested: Callable[[], bool],
         hold_requested: Callable[[], bool],
     ) -> JobResult:
+        keys = JobKeys(self.plan.servers, self.plan.workers) if self.bind != LOCAL else None
         template = Assignment(
             me=Peer("supervisor"),
             plan=self.plan,
             supervisor="",
             folder=str(self.folder),
-            bind=self.bind,
-            keys=self.keys,
+            bind=bind,
+            keys=keys.of(Peer("supervisor")) if keys is not None else None,
             chaos=self.chaos,
         )
         (self.folder / STATE_FILE).unlink(missing_ok=True)  # of a job that was here before
         self.engine.start(template)
         endpoint = self._wait_for_supervisor()
         template = msgspec.structs.replace(template, supervisor=endpoint)
-        launcher = Launcher(self.engine, template, self.faults)
-        with ZmqTransport(launcher.me, self.plan.job, None, _keys(self.keys)) as transport:
+        launcher = Launcher(self.engine, template, self.faults, keys)
+        mine = keys.of(launcher.me) if keys is not None else None
+        with ZmqTransport(launcher.me, self.plan.job, None, mine) as transport:
             transport.connect("supervisor", 0, endpoint)
             for slot in range(self.plan.servers):
                 launcher.start(Peer("server", slot, 1))
@@ -399,6 +419,7 @@ class Runner:
             / max(1, status.samples * sum(group.rows for group in self.plan.groups[:-1])),
             parities_checked=sum(node.redundancy.scrubbed for node in status.nodes),
             parities_wrong=sum(node.redundancy.wrong for node in status.nodes),
+            messages_dropped=sum(node.figures.dropped for node in status.nodes),
         )
 
     def _error(self, status: Status) -> JobFailed:
@@ -490,7 +511,3 @@ def _records(status: Status, servers: int) -> str:
     """One checksum of all servers' records; "" while one has not told its own."""
     digests = [n.figures.digest for n in status.nodes if n.peer.role == "server" and n.figures.digest]
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest() * (len(digests) == servers)
-
-
-def _keys(folder: str) -> Keys | None:
-    return load_keys(Path(folder)) if folder else None

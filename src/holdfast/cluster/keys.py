@@ -1,154 +1,88 @@
-"""The CURVE keys of a job that leaves the machine: who may talk to its nodes, and how they prove it.
+"""The CURVE keys of a job that talks over TCP: who a node is, and how it proves it.
 
-A folder holds four small text files: ``secret.key`` (mode 0600) and ``public.key`` are this holder's pair,
-``server.key`` is the public key of every node that listens, ``allowed.keys`` are the public keys that such
-a node lets in, one to a line. ``make_keys`` makes one pair that all nodes share: copy the folder to every
-machine. Whoever has the secret key is a member of the job.
+Whoever starts a job makes a pair of keys for every node of it, in memory and for this run alone, and hands
+each its own together with everybody's public ones through the pipe by which it is told what to be. Nothing
+of it is ever in a file, in an environment or in a command line. A key stands for one role and slot: a worker
+that claims to be the supervisor, or another worker, is not believed. All incarnations of a slot have the same
+pair; which of them counts is the protocol's to say.
 """
 
 from __future__ import annotations
 
-import os
-import stat
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cached_property
 
 import zmq
+from msgspec import Struct
 
+from holdfast.cluster.messages import Peer, Role
 from holdfast.errors import ConfigError
 
-_LETTERS = 40  # a CURVE key in Z85
+Name = tuple[Role, int]
+"""A node by its role and slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """One holder's keys, each 40 letters of Z85."""
+class Member(Struct, frozen=True, array_like=True):
+    """A node's public key."""
+
+    role: Role
+    slot: int
+    public: str
+
+
+class Keys(Struct, frozen=True, dict=True):  # a dict for what is computed once
+    """What one node holds: its own pair, and everybody's public key, each 40 letters of Z85."""
 
     public: str
-    secret: str = field(repr=False)
-    server: str
-    """Of whoever listens; a node that listens itself holds this pair."""
-    allowed: frozenset[str]
-    """Whom a node that listens lets in."""
+    secret: str
+    members: tuple[Member, ...]
 
-    def __post_init__(self) -> None:
-        for name, key in (("public", self.public), ("secret", self.secret), ("server", self.server)):
-            _check(name, key)
-        for key in self.allowed:
-            _check("allowed", key)
-        if _public_of(self.secret) != self.public:
-            raise ConfigError(
-                f"keys: the public key {self.public} does not belong to the secret one; make a new pair"
-            )
+    def __repr__(self) -> str:
+        return f"Keys(public={self.public!r}, secret=…, members of {len(self.members)} nodes)"
 
+    @cached_property
+    def names(self) -> dict[str, Name]:
+        """The node that a public key stands for."""
+        return {member.public: (member.role, member.slot) for member in self.members}
 
-def make_keys(folder: Path | str) -> Keys:
-    """Make a job's pair of keys in a new or empty folder; keys that are there are never overwritten."""
-    folder = Path(folder)
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, text, mode in (
-        ("secret.key", secret, 0o600),
-        ("public.key", public, 0o644),
-        ("server.key", public, 0o644),
-        ("allowed.keys", public, 0o644),
-    ):
-        path = folder / name
-        try:
-            # The mode is given at creation: at no moment can others open the secret.
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        except FileExistsError:
-            raise ConfigError(
-                f"{path} exists: expected a folder without keys; load it, or name another"
-            ) from None
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(text + "\n")
-    return load_keys(folder)
+    def public_of(self, role: Role, slot: int) -> str:
+        """The key of a node; raises ConfigError if it is no member of the job."""
+        for member in self.members:
+            if (member.role, member.slot) == (role, slot):
+                return member.public
+        raise ConfigError(f"{role} {slot} has no key: expected a member of the job")
 
 
-def load_keys(folder: Path | str) -> Keys:
-    """Read a folder of keys.
+class JobKeys:
+    """The keys of all nodes of one job, as whoever starts it has them.
 
-    Raises ConfigError, as ssh does, for a secret that others can read, and for files or folders above them
-    that others can write: they could add their own key.
+    Args:
+        servers: how many there are.
+        workers: how many there are.
     """
-    folder = Path(folder)
-    _check_folders(folder)
-    secret = _lines(folder / "secret.key", private=True)
-    public = _lines(folder / "public.key")
-    server = _lines(folder / "server.key")
-    allowed = _lines(folder / "allowed.keys")
-    for name, lines in (("secret.key", secret), ("public.key", public), ("server.key", server)):
-        if len(lines) != 1:
-            raise ConfigError(f"{folder / name} holds {len(lines)} keys: expected one; make the keys again")
-    return Keys(public[0], secret[0], server[0], frozenset(allowed))
+
+    def __init__(self, servers: int, workers: int) -> None:
+        if not zmq.has("curve"):
+            raise ConfigError(
+                "this build of ZeroMQ has no CURVE, which TCP takes: install pyzmq from its wheels, or use "
+                'bind="ipc"'
+            )
+        self._pairs = {name: _pair() for name in _names(servers, workers)}
+        self._members = tuple(Member(*name, public) for name, (public, _) in self._pairs.items())
+
+    def of(self, peer: Peer) -> Keys:
+        """What a node is to hold."""
+        public, secret = self._pairs[peer.role, peer.slot]
+        return Keys(public, secret, self._members)
 
 
-def _lines(path: Path, private: bool = False) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            mode = status.st_mode & 0o777
-            data = file.read(1 << 20)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror}): expected the keys of a job; "
-            "make them with holdfast.cluster.keys.make_keys"
-        ) from None
-    if private and mode & 0o077:
-        raise ConfigError(
-            f"{path} has mode {mode:04o}: expected a secret that only its owner can read; chmod 600 it, "
-            "and make new keys if somebody else may have read it"
-        )
-    _check_writers(path, status)
-    lines = data.decode("ascii", "replace").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("# ")]
+def _names(servers: int, workers: int) -> Iterator[Name]:
+    yield "launcher", 0
+    yield "supervisor", 0
+    yield from (("server", slot) for slot in range(servers))
+    yield from (("worker", slot) for slot in range(workers))
 
 
-def _check_folders(folder: Path) -> None:
-    """Who can rename a folder can put another in its place."""
-    try:
-        real = folder.resolve(strict=True)
-        statuses = [(path, path.stat()) for path in (real, *real.parents)]
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be read ({error.strerror}): expected the keys of a job; "
-            "make them with holdfast.cluster.keys.make_keys"
-        ) from None
-    for path, status in statuses:
-        # In a folder such as /tmp nobody can rename or remove what belongs to somebody else.
-        if path == real or not status.st_mode & stat.S_ISVTX:
-            _check_writers(path, status)
-
-
-def _check_writers(path: Path, status: os.stat_result) -> None:
-    mode = status.st_mode & 0o777
-    if mode & 0o022:
-        raise ConfigError(
-            f"{path} has mode {mode:04o}, so others can write their own keys there: expected a file or "
-            f"folder that only its owner can write; chmod go-w {path}, and check the keys"
-        )
-    if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(
-            f"{path} belongs to user {status.st_uid}, who can put other keys there: expected user "
-            f"{os.geteuid()} or root; chown it, or copy the keys to a folder of your own"
-        )
-
-
-def _check(name: str, key: str) -> None:
-    try:
-        if len(key) == _LETTERS and key.isascii():
-            _public_of(key)
-            return
-    except (ValueError, zmq.ZMQError):
-        pass
-    what = f"of {len(key)} letters" if name == "secret" else repr(key)
-    raise ConfigError(
-        f"keys: the {name} key is {what}: expected {_LETTERS} letters of Z85; make the keys again"
-    )
-
-
-def _public_of(secret: str) -> str:
-    if not zmq.has("curve"):
-        raise ConfigError("this build of ZeroMQ has no CURVE: install pyzmq from its wheels to use keys")
-    return zmq.curve_public(secret.encode("ascii")).decode("ascii")
+def _pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode("ascii"), secret.decode("ascii")

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from holdfast.cluster.keys import load_keys
+from holdfast.cluster.messages import View
 from holdfast.cluster.node import Assignment
+from holdfast.cluster.transport.address import address_of
 from holdfast.cluster.transport.base import Node
 from holdfast.cluster.transport.links import Links
 from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
 LINKS_FILE = "links"
@@ -22,15 +27,26 @@ LINKS_FILE = "links"
 
 @contextlib.contextmanager
 def open_transport(assignment: Assignment, *, listens: bool = True) -> Iterator[ZmqTransport]:
-    """The sockets of a node, connected to its supervisor."""
-    keys = load_keys(Path(assignment.keys)) if assignment.keys else None
-    bind = assignment.bind if listens else None
-    transport = ZmqTransport(assignment.me, assignment.plan.job, bind, keys, links=broken_links(assignment))
-    try:
-        transport.connect("supervisor", 0, assignment.supervisor)
+    """The sockets of a node, connected to its supervisor if it is not that itself."""
+    me = assignment.me
+    bind = address_of(assignment.bind, me) if listens else None
+    if me.role == "supervisor" and assignment.supervisor:
+        bind = assignment.supervisor
+    links = broken_links(assignment)
+    with ZmqTransport(me, assignment.plan.job, bind, assignment.keys, links=links) as transport:
+        if me.role != "supervisor":
+            transport.connect("supervisor", 0, assignment.supervisor)
         yield transport
-    finally:
-        transport.close()
+
+
+def connect_servers(transport: ZmqTransport, view: View, slots: Collection[int]) -> None:
+    """Connect a node to those of these servers that a view names an address of."""
+    for server in view.servers:
+        if server.endpoint and server.slot in slots:
+            try:
+                transport.connect("server", server.slot, server.endpoint)
+            except ConfigError as error:  # it came in a message: it must not end this node
+                log.warning("server %d is out of reach: %s", server.slot, error)
 
 
 def broken_links(assignment: Assignment) -> Links | None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import asdict
 
+from holdfast.cluster.checks import Admission
 from holdfast.cluster.epochs import Storage, Views
 from holdfast.cluster.evaluations import Evaluations
 from holdfast.cluster.members import Cut, Failure, ServerMember, WorkerMember
@@ -66,6 +67,7 @@ class Supervisor:
     ) -> None:
         self.me = Peer("supervisor")
         self.plan = plan
+        self.admission = Admission(self.me, plan)
         self.outbox: list[Envelope] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.failure: Failure | None = None
@@ -110,6 +112,8 @@ class Supervisor:
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
         beat, source = envelope.message, envelope.source
+        if not self.admission.admits(envelope):
+            return
         if isinstance(beat, Saved):
             member = self._member(source)
             if self._keeper is not None and member is not None and member.peer == source:
@@ -126,7 +130,7 @@ class Supervisor:
             self._hold = beat.state == "held"
         else:
             member = self._member(source)
-            if member is None or (source.role == "server" and len(beat.marks) != self.plan.workers):
+            if member is None:
                 return
             if source.incarnation == member.incarnation:
                 member.beat, member.heard = beat, now

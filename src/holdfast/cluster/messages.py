@@ -221,7 +221,8 @@ class Figures(Struct, frozen=True, array_like=True):
     memory_bytes: int = 0
     cpu_seconds: tuple[tuple[str, float], ...] = ()
     """Processor time by part of the work."""
-    malformed: int = 0
+    dropped: int = 0
+    """Messages that came in and did not count: malformed, damaged, or not from who may send them."""
     bad_lines: int = 0
     """Lines of the data that a worker has skipped."""
     stepped_at: float = 0.0

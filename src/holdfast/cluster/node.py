@@ -27,6 +27,7 @@ from typing import Final, NoReturn
 import msgspec
 from msgspec import Struct
 
+from holdfast.cluster.keys import Keys
 from holdfast.cluster.messages import Peer
 from holdfast.cluster.plan import JobPlan
 from holdfast.errors import ConfigError
@@ -51,12 +52,13 @@ class Assignment(Struct, frozen=True, kw_only=True):
     me: Peer
     plan: JobPlan
     supervisor: str
-    """The supervisor's endpoint; for the supervisor itself, where to listen ("" picks a free port)."""
+    """The supervisor's endpoint; "" for the first supervisor itself."""
     folder: str
     """The run's folder."""
-    bind: str = "tcp://127.0.0.1"
-    keys: str = ""
-    """The folder of CURVE keys; "" for none, on loopback only."""
+    bind: str = ""
+    """Where nodes listen: "ipc://" and the folder of their sockets, or a TCP address without a port."""
+    keys: Keys | None = None
+    """Of this node; None: the kernel keeps strangers from the sockets."""
     faults: tuple[str, ...] = ()
     """Where to end the process by force (see ``faults``)."""
     chaos: str = ""

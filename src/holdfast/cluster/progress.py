@@ -216,7 +216,14 @@ def _figures(progress: JobProgress) -> dict[str, Any]:
 
 
 def tell(happening: Happening) -> str | None:
-    """An event in words, for those that a person wants to see."""
+    """An event in words, for those that a person wants to see, and whose figures can be understood."""
+    try:
+        return _tell(happening)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _tell(happening: Happening) -> str | None:
     figures = happening.figures
     who = f"{figures.get('role', 'worker')} {figures.get('slot')}"
     text = None

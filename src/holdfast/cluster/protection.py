@@ -195,9 +195,9 @@ class Protection:
             # Not before all others have what was before the lane: of that it could undo nothing.
             return
         placement, shard = self.plan.placements[message.group], self._shards[message.group]
-        blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
         if not 0 <= message.member < placement.k or len(frames) != 1:
             raise ValueError(f"a read of member {message.member}, of {placement.k}")
+        blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
         places = blocks * placement.k + message.member
         if len(places) and not (
             places[0] >= 0 and places[-1] < len(shard.records) and (np.diff(places) > 0).all()

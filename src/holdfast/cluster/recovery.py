@@ -174,6 +174,12 @@ class Recovery:
         }
         if any(len(at) and at.max() >= len(ask.blocks) for at in (good, *lacking.values())):
             raise ValueError("syndromes of stripes that were not asked for")
+        answered = np.zeros(len(ask.blocks), np.bool_)
+        for at in (good, *lacking.values()):
+            answered[at] = True
+        known = len(lacking) == len(message.lacking) and max(lacking, default=-1) < placement.k
+        if not answered.all() or not known or len(message.without) != len(ask.without):
+            raise ValueError("syndromes that do not answer what was asked")
         ask.answers[message.parity] = message, good, records, lacking
         if len(ask.answers) == len(ask.parities):
             del self._asks[ask.request]

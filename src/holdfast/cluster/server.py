@@ -13,6 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from holdfast.cluster.checks import Admission
 from holdfast.cluster.installing import Installing
 from holdfast.cluster.kept import KeptPushes
 from holdfast.cluster.messages import (
@@ -89,7 +90,7 @@ class Server:
         self.view = View(ViewNumber(), "starting")
         self.started = ViewNumber()
         """The view by which this server took its slot over; (0, 0) before that."""
-        self.malformed = 0
+        self.admission = Admission(me, plan)
         self.pushes = 0
         self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
         self._endpoint = endpoint
@@ -135,12 +136,14 @@ class Server:
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
         self._now = now
+        if not self.admission.admits(envelope):
+            return
         if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
             return  # meant for another that had this slot
         try:
             answer, frames = self._answer(envelope)
-        except ValueError:
-            self.malformed += 1
+        except ValueError:  # it does not fit what is here; nothing has changed
+            self.admission.dropped += 1
             answer, frames = Refused("malformed"), ()
         if isinstance(envelope.message, View):
             self.beat(now)
@@ -235,7 +238,7 @@ class Server:
         return Figures(
             steps=self.pushes,
             rows=sum(shard.rows for shard in self.shards),
-            malformed=self.malformed + self._counters.malformed,
+            dropped=self.admission.dropped + self._counters.dropped,
             bytes_in=self._counters.received_bytes,
             bytes_out=self._counters.sent_bytes,
             memory_bytes=memory,
@@ -262,9 +265,9 @@ class Server:
         elif isinstance(message, Install):
             self._installing.answered(source, message)
             self._install(message, frames)
-        elif isinstance(message, Collect) and source.role == "supervisor" and self.saver is not None:
+        elif isinstance(message, Collect) and self.saver is not None:
             return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
-        elif self.protection is not None and source.role == "server":
+        elif self.protection is not None:
             self._protect(self.protection, message, frames, source)
         return None, ()
 
@@ -396,10 +399,7 @@ class Server:
 
     def _is_ahead(self, envelope: Envelope, message: Pull) -> bool:
         """Whether a pull has overtaken the push that it must see the effect of: it waits for that."""
-        source = envelope.source
-        if source.role != "worker" or not 0 <= source.slot < self.plan.workers:
-            return False
-        if self._ledger.applied(source.slot) >= message.after:
+        if self._ledger.applied(envelope.source.slot) >= message.after:
             return False
         self._waiting.until_push(envelope, message.request)
         return True

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from holdfast.cluster.loop import memory_bytes, open_transport, run_node
+from holdfast.cluster.loop import connect_servers, memory_bytes, open_transport, run_node
 from holdfast.cluster.messages import View
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.parity import Blocks, ParityShard
@@ -95,9 +95,7 @@ class _Connect:
         view = self._server.view
         if view is not self._by:
             self._by = view
-            for other in view.servers:
-                if other.endpoint and other.slot in self._neighbours:
-                    self._transport.connect("server", other.slot, other.endpoint)
+            connect_servers(self._transport, view, self._neighbours)
 
 
 def _open_store(server: Server) -> None:

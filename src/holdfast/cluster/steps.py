@@ -14,6 +14,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from holdfast.cluster.calls import Calls, Floats, PullCall, PushCall, Spread, empty_spread
+from holdfast.cluster.checks import Admission
 from holdfast.cluster.messages import (
     Beat,
     Evaluation,
@@ -66,6 +67,7 @@ class Worker:
     def __init__(self, me: Peer, plan: JobPlan, first_values: Callable[[int], tuple[Spread, Floats]]) -> None:
         self.me = me
         self.plan = plan
+        self.admission = Admission(me, plan)
         self.calls = Calls(me, plan, first_values)
         self.outbox = self.calls.outbox
         self.view = View(ViewNumber(), "starting")
@@ -173,10 +175,12 @@ class Worker:
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take one message."""
         message = envelope.message
+        if not self.admission.admits(envelope):
+            return
         if isinstance(message, View):
             self._adopt(message)
             self.beat(now)
-        elif envelope.source.role == "server":
+        else:
             self.calls.receive(envelope, now)
         self._go_on(now)
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.cluster.epochs import Durable
-from holdfast.cluster.keys import load_keys
-from holdfast.cluster.loop import TICK_SECONDS, broken_links, flush, memory_bytes
+from holdfast.cluster.loop import TICK_SECONDS, flush, memory_bytes, open_transport
 from holdfast.cluster.members import Member
 from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import Figures, Happening, NodeStatus, Peer, Status
@@ -52,7 +51,7 @@ class FileStorage:
         """Replace the file and sync it and its folder."""
         state = msgspec.structs.replace(state, endpoint=self.endpoint or state.endpoint)
         temporary = self._path.with_suffix(".new")
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=_open_private) as file:
             file.write(msgspec.json.encode(state))
             file.flush()
             os.fsync(file.fileno())
@@ -64,24 +63,27 @@ class FileStorage:
             os.close(folder)
 
 
+def _open_private(path: str, flags: int) -> int:
+    """What is in there is nobody else's business."""
+    handle = os.open(path, flags, 0o600)
+    os.fchmod(handle, 0o600)
+    return handle
+
+
 def run(assignment: Assignment) -> None:
     """Watch over the job until it ends. A supervisor that comes back listens where the last one did."""
     folder = Path(assignment.folder)
     storage = FileStorage(folder)
     known = storage.load()
-    keys = load_keys(Path(assignment.keys)) if assignment.keys else None
-    bind = known.endpoint if known else assignment.supervisor or assignment.bind
-    transport = ZmqTransport(assignment.me, assignment.plan.job, bind, keys, links=broken_links(assignment))
-    try:
+    if known is not None:
+        assignment = msgspec.structs.replace(assignment, supervisor=known.endpoint)
+    with open_transport(assignment) as transport, EventLog(folder) as events:
         storage.endpoint = transport.endpoint
-        with EventLog(folder) as events:
-            test_every = int(assignment.plan.training.get("test_every", 0))
-            runs = ThreadPoolExecutor(1, "holdfast-save")
-            keeper = _keeper(assignment.plan, events, runs, first=known is None)
-            machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every, keeper)
-            _Watch(machine, keeper, transport, events, runs).run()
-    finally:
-        transport.close()
+        test_every = int(assignment.plan.training.get("test_every", 0))
+        runs = ThreadPoolExecutor(1, "holdfast-save")
+        keeper = _keeper(assignment.plan, events, runs, first=known is None)
+        machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every, keeper)
+        _Watch(machine, keeper, transport, events, runs).run()
 
 
 def _keeper(plan: JobPlan, events: EventLog, runs: ThreadPoolExecutor, *, first: bool) -> Versions | None:
@@ -152,7 +154,8 @@ class _Watch:
         if now >= self._next_status or shown != self._shown:
             self._shown = shown
             self._next_status = now + _STATUS_SECONDS
-            status = _status(self._machine, self._keeper, now, self._happened)
+            dropped = self._machine.admission.dropped + self._transport.counters.dropped
+            status = _status(self._machine, self._keeper, now, self._happened, dropped)
             if ending:
                 # Whoever hears of the end ends this process, and may start the job again at once.
                 status = msgspec.structs.replace(status, finished=False, failure=None)
@@ -177,10 +180,10 @@ class _Watch:
 
 
 def _status(
-    machine: Supervisor, keeper: Versions | None, now: float, happened: Iterable[Happening]
+    machine: Supervisor, keeper: Versions | None, now: float, happened: Iterable[Happening], dropped: int
 ) -> Status:
     failure = machine.failure
-    me = NodeStatus(machine.me, "watching", 0.0, Figures(memory_bytes=memory_bytes()))
+    me = NodeStatus(machine.me, "watching", 0.0, Figures(memory_bytes=memory_bytes(), dropped=dropped))
     return Status(
         phase=machine.view.phase,
         steps=machine.steps(),

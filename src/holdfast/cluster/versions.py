@@ -136,7 +136,7 @@ class Versions:
             return
         try:
             note = msgspec.json.decode(message.change, type=FileNote)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             self._drop(f"server {slot} said what cannot be understood: {error}")
             return
         save.answers[slot] = _Answer(note, message, list(frames))

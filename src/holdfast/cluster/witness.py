@@ -47,7 +47,7 @@ class Witness:
         self.unequal = 0
         self._me = me
         self._folder = folder / ROWS_FOLDER
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         self._shards = 0
 
     def shard(self, *args: Any, **options: Any) -> GroupShard:

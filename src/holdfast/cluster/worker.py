@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from holdfast.cluster.calls import Floats, Spread, empty_spread, spread_by
 from holdfast.cluster.faults import Acknowledged, Faults
-from holdfast.cluster.loop import TICK_SECONDS, memory_bytes, open_transport
+from holdfast.cluster.loop import TICK_SECONDS, connect_servers, memory_bytes, open_transport
 from holdfast.cluster.messages import Evaluation, Figures, Position, Rows, View, WorkerInView
 from holdfast.cluster.model import WorkerModel
 from holdfast.cluster.node import Assignment
@@ -101,9 +101,7 @@ class _Talk(threading.Thread):
                     self.lock.notify_all()
             if view is not connected_by:
                 connected_by = view
-                for server in view.servers:
-                    if server.endpoint:
-                        self._transport.connect("server", server.slot, server.endpoint)
+                connect_servers(self._transport, view, range(self._machine.plan.servers))
             for envelope in outgoing:
                 self._faults.before(envelope.message)
                 self._transport.send(envelope)
@@ -125,7 +123,7 @@ class _Talk(threading.Thread):
             self._machine.figures,
             bytes_in=counters.received_bytes,
             bytes_out=counters.sent_bytes,
-            malformed=counters.malformed,
+            dropped=self._machine.admission.dropped + counters.dropped,
         )
 
     def wake(self) -> None:

@@ -151,10 +151,9 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     short "2+1", "replicate", "partial", "none"."""
     staleness: NotNegative = 1
     """How many of its own batches a worker's rows may lack."""
-    bind: str = "tcp://127.0.0.1"
-    """The address that processes listen on, without a port: each takes one that is free."""
-    keys: str | None = None
-    """The folder of keys: needed to listen anywhere but on this machine."""
+    bind: str = "ipc"
+    """Where processes listen: Unix sockets in a folder that only this user can enter, or a TCP address
+    without a port (each takes one that is free), on which every connection is encrypted."""
     kill: tuple[str, ...] = ()
     """Processes to kill on the way, to see what happens: "server:2@step:300"."""
     silent_seconds: Annotated[float, Meta(ge=0.5)] = 10.0

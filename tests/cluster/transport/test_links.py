@@ -10,6 +10,7 @@ from pathlib import Path
 from holdfast.cluster.messages import Commit, Peer
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.links import Links
+from holdfast.cluster.transport.private import private_folder
 from holdfast.cluster.transport.zmq import ZmqTransport
 
 SERVER, OTHER = Peer("server", 2, 1), Peer("server", 3, 1)
@@ -21,7 +22,8 @@ LONG = 3600.0
 def nodes(path: Path) -> Iterator[tuple[ZmqTransport, ZmqTransport, ZmqTransport]]:
     """A server, and a worker and another server that talk to it; each maps the file by itself."""
     with (
-        ZmqTransport(SERVER, "job", "tcp://127.0.0.1", links=Links(path)) as server,
+        private_folder() as sockets,
+        ZmqTransport(SERVER, "job", f"ipc://{sockets}/s", links=Links(path)) as server,
         ZmqTransport(WORKER, "job", None, links=Links(path)) as worker,
         ZmqTransport(OTHER, "job", None, links=Links(path)) as other,
     ):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from holdfast.cluster.messages import Peer
 from holdfast.cluster.transport.base import Envelope, Node
+from holdfast.cluster.transport.packing import pack, unpack
 from holdfast.cluster.wire import Header, decode, encode
 
 TICK_SECONDS = 0.05
@@ -31,6 +32,8 @@ class Weather:
     """How long a message takes on average; each takes its own time, so they overtake each other."""
     ordered: bool = False
     """Whether messages of one node to another keep their order."""
+    damage: float = 0.0
+    """Share of the messages of which a bit is flipped on the way."""
 
 
 CALM = Weather()
@@ -48,7 +51,7 @@ class Network:
     now: float = 0.0
     nodes: dict[Peer, Node] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    """What happened to messages: sent, lost, repeated, cut, undeliverable, without a route."""
+    """What happened to messages: sent, lost, repeated, damaged, cut, undeliverable, without a route."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -118,12 +121,27 @@ class Network:
         elif self.random.random() < self.weather.duplication:
             copies = 2
             self.counts["repeated"] += 1
+        if self.weather.damage and self.random.random() < self.weather.damage:
+            copies = 0
+            self._damage(envelope)
         for _ in range(copies):
             time = self.now + self.random.expovariate(1 / self.weather.delay_seconds)
             if self.weather.ordered:
                 pair = envelope.source, envelope.target
                 time = self._last[pair] = max(time, self._last.get(pair, 0.0))
             self.at(time, lambda: self._deliver(envelope))
+
+    def _damage(self, envelope: Envelope) -> None:
+        """Flip a bit of a message, as it is on a wire: whoever receives it must notice, and drop it."""
+        parts = [bytearray(part) for part in pack("", envelope)]
+        part = self.random.choice([part for part in parts if part])
+        part[self.random.randrange(len(part))] ^= 1 << self.random.randrange(8)
+        try:
+            unpack([bytes(part) for part in parts], 1 << 20)
+        except ValueError:
+            self.counts["damaged"] += 1
+        else:
+            raise AssertionError(f"a damaged {type(envelope.message).__name__} was taken")
 
     def _deliver(self, envelope: Envelope) -> None:
         node = self.nodes.get(envelope.target)

@@ -5,8 +5,9 @@ where it last heard from it, so that workers need no port. A message is its head
 frame each.
 
 Bytes from outside are checked before they are used, never executed, and never raise: what is no message of
-this job for this node is dropped and counted. Nodes listen on this machine only unless there are keys; with
-keys every connection is encrypted, and only holders of an allowed key get through the handshake.
+this job for this node, or not what was sent, is dropped and counted. A node listens on a Unix socket in a
+folder that only its user can enter (``private``), or on TCP with keys: then every connection is encrypted,
+only members of the job get through the handshake (``door``), and none is believed to be another.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import zmq
-import zmq.utils.z85
 
-from holdfast.cluster.keys import Keys
+from holdfast.cluster.keys import Keys, Name
 from holdfast.cluster.messages import Peer, Role
 from holdfast.cluster.transport.address import check_reachable, listen_address
-from holdfast.cluster.transport.base import Envelope, Frame
+from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.transport.door import Door
 from holdfast.cluster.transport.links import Links, Reception
-from holdfast.cluster.wire import Header, decode, encode
+from holdfast.cluster.transport.packing import Damaged, Piece, pack, unpack
 from holdfast.errors import ConfigError
 
 COPY_BELOW_BYTES: Final = 512 << 10
@@ -33,6 +34,12 @@ thread of pyzmq's wakes up with every frame that has left."""
 _ALIGN_BELOW_BYTES: Final = 16 << 10
 """Smaller frames are copied when they come in: ZeroMQ packs frames of up to 8 KB into one buffer, at any
 offset, and an array there would not be aligned."""
+_TCP_PART_BYTES: Final = 64 << 10
+"""Larger arrays are cut on TCP: a peer that has not proved who it is can have one part waiting, no more. It
+costs nothing beside encrypting them."""
+_TCP_OVERHEAD_BYTES: Final = 1 << 10
+"""That encryption adds to a part, at most."""
+_HANDSHAKE_MILLISECONDS: Final = 5_000
 _POLL_MESSAGES: Final = 1024
 """At most so many from one socket at a time, or a flood would keep ``poll`` from returning."""
 _KNOWN_PEERS: Final = 16384
@@ -42,13 +49,7 @@ _NOW: Final = int(zmq.DONTWAIT)
 _NOW_AND_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
-_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
-_MONITOR_ENDPOINT: Final = "inproc://holdfast.monitor"
-_HANDSHAKE_FAILED: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
+_FILE: Final = int(zmq.SRCFD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Limits:
     Args:
         max_header_bytes: of a message's first frame.
         max_frames: arrays of one message.
-        max_message_bytes: of all its frames. A single frame above this is not even read: its connection
-            is closed.
+        max_message_bytes: of all its frames. A single part above what the wire takes (on TCP 64 KB, else
+            this) is not even read: its connection is closed.
         max_queued: messages that wait for one peer; further ones are dropped until it takes some.
     """
 
@@ -84,6 +85,10 @@ class Counters:
     received_bytes: int = 0
     malformed: int = 0
     """Came in and was no message, or above the limits."""
+    damaged: int = 0
+    """Came in with a checksum that does not match."""
+    impostors: int = 0
+    """Came in from a node that claimed to be another than its connection proves."""
     other_job: int = 0
     """Came in from another job."""
     misdirected: int = 0
@@ -94,6 +99,13 @@ class Counters:
     """Not sent: too much waits for that peer already."""
     refused: int = 0
     """Connections that failed the handshake: no key, a key that is not allowed, not ZeroMQ at all."""
+    shed: int = 0
+    """Connections that were closed since too many had not proved who they are."""
+
+    @property
+    def dropped(self) -> int:
+        """Messages that came in and were not passed on."""
+        return self.malformed + self.damaged + self.impostors + self.other_job + self.misdirected
 
 
 class ZmqTransport:
@@ -102,9 +114,9 @@ class ZmqTransport:
     Args:
         me: this node: only messages for its role and slot come through.
         job: the job's name: only its messages come through.
-        bind: where to listen: "tcp://127.0.0.1" (on a free port), "tcp://127.0.0.1:4000", "ipc:///a/path";
-            None for a node that others need not reach by themselves.
-        keys: of the job; without them only addresses of this machine are taken.
+        bind: where to listen: "ipc:///a/path" in a folder of mode 0700, or with keys "tcp://127.0.0.1" (on a
+            free port), "tcp://127.0.0.1:4000"; None for a node that others need not reach by themselves.
+        keys: of this node; TCP takes them.
         limits: of messages.
         links: which of them are broken on purpose; None: none is.
 
@@ -135,10 +147,13 @@ class ZmqTransport:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._router: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._gate: zmq.Socket[bytes] | None = None
+        self._door: Door | None = None
         self._routes: dict[Peer, bytes] = {}
-        self._dealers: dict[tuple[Role, int], tuple[str, zmq.Socket[bytes]]] = {}
+        self._dealers: dict[Name, tuple[str, zmq.Socket[bytes]]] = {}
+        self._names: dict[zmq.Socket[bytes], str] = {}
+        """Who is at the other end of a DEALER."""
+        self._part_bytes = limits.max_message_bytes if keys is None else _TCP_PART_BYTES
+        self._max_parts = 1 + limits.max_frames + limits.max_message_bytes // self._part_bytes
         if bind is not None:
             try:
                 self._listen(listen_address(bind, encrypted=keys is not None))
@@ -155,6 +170,7 @@ class ZmqTransport:
         if known is not None and known[0] == endpoint:
             return
         check_reachable(endpoint, encrypted=self._keys is not None)
+        server_key = None if self._keys is None else self._keys.public_of(role, slot)
         dealer = self._socket(zmq.DEALER)
         # Messages wait while the connection is made, up to max_queued (no IMMEDIATE): otherwise the first
         # one to every peer would be lost, and cost a retry. To a peer that is gone they wait until its
@@ -162,10 +178,10 @@ class ZmqTransport:
         dealer.ipv6 = "[" in endpoint
         dealer.reconnect_ivl = 20
         dealer.reconnect_ivl_max = 1000
-        if self._keys is not None:
+        if self._keys is not None and server_key is not None:
             dealer.curve_publickey = self._keys.public.encode()
             dealer.curve_secretkey = self._keys.secret.encode()
-            dealer.curve_serverkey = self._keys.server.encode()
+            dealer.curve_serverkey = server_key.encode()
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -176,8 +192,10 @@ class ZmqTransport:
             ) from None
         if known is not None:
             self._poller.unregister(known[1])
+            del self._names[known[1]]
             known[1].close(0)
         self._dealers[role, slot] = (endpoint, dealer)
+        self._names[dealer] = f"{role} {slot}"
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, envelope: Envelope) -> bool:
@@ -186,17 +204,16 @@ class ZmqTransport:
         True does not mean that it arrives. Arrays from ``COPY_BELOW_BYTES`` on are not copied, and nobody
         knows when they have left: they must not be changed after this call.
         """
-        header = encode(Header(self._job, envelope.source, envelope.target, envelope.message))
-        frames = [_flat(frame) for frame in envelope.frames]
-        size = len(header) + sum(frame.nbytes for frame in frames)
-        self._check_size(envelope, len(header), len(frames), size)
+        parts = pack(self._job, envelope, self._part_bytes)
+        size = sum(map(_bytes_of, parts))
+        self._check_size(envelope, size)
         known = self._dealers.get((envelope.target.role, envelope.target.slot))
         try:
             if known is not None:
-                _send_all(known[1], header, frames)
+                _send_all(known[1], parts)
             elif self._router is not None and envelope.target in self._routes:
                 self._router.send(self._routes[envelope.target], _NOW_AND_MORE)
-                _send_all(self._router, header, frames)
+                _send_all(self._router, parts)
             else:
                 self.counters.unroutable += 1
                 return False
@@ -223,11 +240,7 @@ class ZmqTransport:
         if self._reception is not None:
             timeout_seconds = self._reception.wait(timeout_seconds)
         for ready, _ in self._poller.poll(max(0, math.ceil(timeout_seconds * 1000))):
-            if ready is self._gate:
-                self._answer_gate()
-            elif ready is self._monitor:
-                self._count_refused()
-            elif isinstance(ready, int):
+            if isinstance(ready, int):
                 os.eventfd_read(ready)
             else:
                 self._drain(ready, envelopes)
@@ -241,9 +254,10 @@ class ZmqTransport:
         """Close all sockets; what has been sent may take so long to leave. Closing twice does no harm."""
         if self._context.closed:
             return
-        if self._router is not None:
-            self._router.disable_monitor()
+        if self._door is not None:
+            self._door.close()
         self._dealers.clear()
+        self._names.clear()
         self._routes.clear()
         # It closes all sockets that it has made; one that is forgotten would keep it waiting for ever.
         self._context.destroy(round(linger_seconds * 1000))
@@ -259,7 +273,8 @@ class ZmqTransport:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = self._limits.max_queued
-        socket.maxmsgsize = self._limits.max_message_bytes
+        socket.maxmsgsize = self._part_bytes + _TCP_OVERHEAD_BYTES
+        socket.handshake_ivl = _HANDSHAKE_MILLISECONDS
         socket.copy_threshold = COPY_BELOW_BYTES
         # A machine that lost its power closes no connection.
         socket.heartbeat_ivl = 5_000
@@ -271,8 +286,10 @@ class ZmqTransport:
         router.router_mandatory = True  # else what cannot be sent would vanish without a count
         router.ipv6 = "[" in address
         if self._keys is not None:
-            self._guard(router, self._keys)
-        self._watch(router)
+            self._door = Door(self._context, router, self._keys, self.counters)
+        else:
+            # The folder keeps others out already.
+            router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         try:
             router.bind(address)
         except zmq.ZMQError as error:
@@ -280,56 +297,9 @@ class ZmqTransport:
                 f"{self.me} cannot listen on {address!r} ({error}): expected a free address of this machine"
             ) from None
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._door is not None:
+            self._door.open(self.endpoint)
         self._poller.register(router, zmq.POLLIN)
-
-    def _guard(self, router: zmq.Socket[bytes], keys: Keys) -> None:
-        if keys.public != keys.server:
-            raise ConfigError(
-                f"{self.me} listens with the key {keys.public}: expected {keys.server}, which others look "
-                "for; give it the server's pair of keys"
-            )
-        gate = self._gate = self._context.socket(zmq.REP)
-        gate.linger = 0
-        gate.bind(_ZAP_ENDPOINT)
-        self._poller.register(gate, zmq.POLLIN)
-        router.curve_server = True
-        router.curve_publickey = keys.public.encode()
-        router.curve_secretkey = keys.secret.encode()
-        router.zap_domain = b"holdfast"
-        router.zap_enforce_domain = True  # nobody gets in while there is no gate
-
-    def _watch(self, router: zmq.Socket[bytes]) -> None:
-        router.monitor(_MONITOR_ENDPOINT, _HANDSHAKE_FAILED)
-        monitor = self._monitor = self._context.socket(zmq.PAIR)
-        monitor.linger = 0
-        monitor.rcvhwm = 0  # ZeroMQ's own thread would wait for room
-        monitor.connect(_MONITOR_ENDPOINT)
-        self._poller.register(monitor, zmq.POLLIN)
-
-    def _answer_gate(self) -> None:
-        """Say who may connect (ZeroMQ's RFC 27); asked by ZeroMQ in this process, once a connection."""
-        gate, keys = self._gate, self._keys
-        assert gate is not None
-        assert keys is not None
-        request = gate.recv_multipart()
-        version, number, mechanism = request[0], request[1], request[5]
-        allowed = (
-            mechanism == b"CURVE"
-            and len(request) == 7
-            and len(request[6]) == 32
-            and zmq.utils.z85.encode(request[6]).decode() in keys.allowed
-        )
-        verdict = (b"200", b"OK") if allowed else (b"400", b"this key is not allowed")
-        gate.send_multipart([version, number, *verdict, b"", b""])
-
-    def _count_refused(self) -> None:
-        assert self._monitor is not None
-        for _ in range(_POLL_MESSAGES):
-            try:
-                self._monitor.recv_multipart(_NOW)
-            except zmq.Again:
-                return
-            self.counters.refused += 1
 
     def _drain(self, socket: zmq.Socket[bytes], envelopes: list[Envelope]) -> None:
         for _ in range(_POLL_MESSAGES):
@@ -340,10 +310,12 @@ class ZmqTransport:
             while parts[-1].more:  # all are there once the first is; `recv_multipart` asks by way of enums
                 parts.append(socket.recv(_NOW, copy=False))
             route = parts.pop(0).bytes if socket is self._router else None
-            envelope = self._open(parts)
+            envelope = self._open(parts, self._names.get(socket) or self._proven_name(parts))
             if envelope is not None:
                 if route is not None:
                     self._learn(envelope.source, route)
+                    if self._door is not None:
+                        self._door.proven(int(parts[0].get(_FILE)))
                 envelopes.append(envelope)
             if not int(socket.get(_EVENTS)) & _POLLIN:  # quicker than to be told by an exception
                 return
@@ -354,38 +326,49 @@ class ZmqTransport:
         if len(self._routes) > _KNOWN_PEERS:
             del self._routes[next(iter(self._routes))]
 
-    def _open(self, parts: list[zmq.Frame]) -> Envelope | None:
-        """The message in these frames; None (and a count) if it is none for this node."""
-        size = sum(len(part) for part in parts)
-        limits = self._limits
-        if (
-            not 1 <= len(parts) <= limits.max_frames + 1
-            or len(parts[0]) > limits.max_header_bytes
-            or size > limits.max_message_bytes
-        ):
+    def _proven_name(self, parts: list[zmq.Frame]) -> str | None:
+        """Who has sent a message, by its key; None: without keys nobody can tell."""
+        if self._keys is None or not parts:
+            return None
+        try:
+            return str(parts[0].get("User-Id"))
+        except zmq.ZMQError:
+            return ""
+
+    def _open(self, parts: list[zmq.Frame], name: str | None) -> Envelope | None:
+        """The message in these parts; None (and a count) if it is none for this node."""
+        size = sum(map(len, parts))
+        if not 1 <= len(parts) <= self._max_parts or size > self._limits.max_message_bytes:
             self.counters.malformed += 1
             return None
         try:
-            header = decode(parts[0].buffer)
-        except (ValueError, RecursionError):  # of msgspec, and of text that is no UTF-8
+            pieces = [part.bytes if len(part) < _ALIGN_BELOW_BYTES else part.buffer for part in parts]
+            header, frames = unpack(pieces, self._limits.max_header_bytes)
+        except Damaged:
+            self.counters.damaged += 1
+            return None
+        except (ValueError, RecursionError):  # of msgspec, too, and of text that is no UTF-8
             self.counters.malformed += 1
             return None
-        if header.job != self._job:
+        if len(frames) > self._limits.max_frames:
+            self.counters.malformed += 1
+        elif header.job != self._job:
             self.counters.other_job += 1
-            return None
-        if (header.target.role, header.target.slot) != (self.me.role, self.me.slot):
+        elif (header.target.role, header.target.slot) != (self.me.role, self.me.slot):
             self.counters.misdirected += 1
-            return None
-        self.counters.received += 1
-        self.counters.received_bytes += size
-        frames = [part.bytes if len(part) < _ALIGN_BELOW_BYTES else part.buffer for part in parts[1:]]
-        return Envelope(header.source, header.target, header.message, frames)
+        elif name is not None and f"{header.source.role} {header.source.slot}" != name:
+            self.counters.impostors += 1
+        else:
+            self.counters.received += 1
+            self.counters.received_bytes += size
+            return Envelope(header.source, header.target, header.message, frames)
+        return None
 
-    def _check_size(self, envelope: Envelope, header: int, frames: int, size: int) -> None:
-        limits = self._limits
+    def _check_size(self, envelope: Envelope, size: int) -> None:
+        limits, arrays = self._limits, envelope.nbytes()
         for what, found, most in (
-            ("bytes of header", header, limits.max_header_bytes),
-            ("frames", frames, limits.max_frames),
+            ("bytes of header", size - arrays, limits.max_header_bytes),
+            ("frames", len(envelope.frames), limits.max_frames),
             ("bytes", size, limits.max_message_bytes),
         ):
             if found > most:
@@ -395,22 +378,20 @@ class ZmqTransport:
                 )
 
 
-def _flat(frame: Frame) -> memoryview[Any]:
-    view: memoryview[Any] = memoryview(frame)  # type: ignore[arg-type]  # NumPy says so from 3.12 on
-    return view if view.c_contiguous else memoryview(view.tobytes())
+def _bytes_of(part: Piece) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
-def _send_all(socket: zmq.Socket[bytes], header: bytes, frames: list[memoryview[Any]]) -> None:
+def _send_all(socket: zmq.Socket[bytes], parts: list[Piece]) -> None:
     """Send a message without waiting; raises ``zmq.Again`` if it was dropped."""
-    last = len(frames) - 1
-    socket.send(header, _NOW_AND_MORE if frames else _NOW)
-    for index, frame in enumerate(frames):
+    last = len(parts) - 1
+    for index, part in enumerate(parts):
         flags = _NOW_AND_MORE if index < last else _NOW
         try:
-            socket.send(frame, flags, copy=frame.nbytes < COPY_BELOW_BYTES)
+            socket.send(part, flags, copy=_bytes_of(part) < COPY_BELOW_BYTES)
         except zmq.Again:
-            # The connection broke between two frames. ZeroMQ swallows frames up to the end of the message:
+            # The connection broke between two parts. ZeroMQ swallows parts up to the end of the message:
             # give it that end, or the next message goes the same way.
-            if index < last:
+            if 0 < index < last:
                 socket.send(b"", _NOW)
             raise
