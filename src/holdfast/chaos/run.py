@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.chaos.checker import Checker
+from holdfast.chaos.counting import SAMPLES
 from holdfast.chaos.processes import orphans
 from holdfast.chaos.trial import Clock, Hang, Trial
 from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
@@ -91,9 +92,13 @@ class ChaosOptions:
 
     def config(self, store: Path) -> Config:
         """Of the job."""
+        # Of a network that comes from a worker the optimizer's state begins anew: SGD has none, so that its
+        # weights tell how many batches have counted.
+        counts = ["optimizer.name=sgd", f"optimizer.lr={1 / SAMPLES}"] if self.dense == "workers" else []
         return load(
             None,
             [
+                *counts,
                 "model=holdfast.chaos.counting:Counting",
                 "data.build=holdfast.chaos.counting:Numbered",
                 f"data.arguments={{batches: {_BATCHES}, pace_seconds: {PACE_SECONDS}}}",

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from holdfast.cluster.contents import Contents
 from holdfast.cluster.installing import Installing
 from holdfast.cluster.kept import KeptPushes
 from holdfast.cluster.messages import (
@@ -115,6 +116,10 @@ class Server:
                 self.recovery.on_rows = self._serve_waiting
         self._kept = KeptPushes(me, plan, self._ledger, self.protection, self.outbox)
         self._installing = Installing(me, plan, self.shards, self.outbox)
+        self.contents: Contents | None = None
+        """Which pushes the network's rows contain; None: those that were applied."""
+        if plan.dense == "workers" and self.shards[-1].rows:
+            self.contents = Contents(self.shards[-1], self._ledger, self._installing, self._touched)
         self._now = 0.0
 
     def _make_protection(self, *, fresh: bool) -> Protection:
@@ -164,6 +169,7 @@ class Server:
             self._kept.tell(self.view, now)
         if self.started.epoch:
             self._installing.tick(self.view, now)
+            self._install_copy()
         if now >= self._next_beat or self._told != self._news():
             self.beat(now)
 
@@ -194,7 +200,16 @@ class Server:
         recovery = self.recovery
         left = recovery is not None and recovery.left > 0
         lost = recovery is not None and (recovery.lost(), recovery.network_lost)
-        return self.restoring, self._saved(), left, lost, self._installing.groups, self._installing.lost
+        updates = self.contents.lost if self.contents is not None else 0
+        return (
+            self.restoring,
+            self._saved(),
+            left,
+            lost,
+            updates,
+            self._installing.groups,
+            self._installing.lost,
+        )
 
     def marks(self) -> tuple[WorkerMark, ...]:
         """Where every worker stands."""
@@ -204,9 +219,14 @@ class Server:
         """What is still to be brought back."""
         not_installed, network_lost = self._installing.rows, self._installing.lost
         lacking = not_installed if self.me.incarnation > 1 else 0
+        updates_lost = self.contents.lost if self.contents is not None else 0
         if self.protection is None:
             return replace(
-                self.rolled_back, rows=lacking, not_installed=not_installed, network_lost=network_lost
+                self.rolled_back,
+                rows=lacking,
+                not_installed=not_installed,
+                network_lost=network_lost,
+                updates_lost=updates_lost,
             )
         recovery, rebuilding = self.recovery, self.rebuilding
         network_lost = network_lost or (recovery is not None and recovery.network_lost)
@@ -227,6 +247,7 @@ class Server:
             version_samples=back.version_samples,
             not_installed=not_installed,
             network_lost=network_lost,
+            updates_lost=updates_lost,
         )
 
     def figures(self) -> Figures:
@@ -261,7 +282,7 @@ class Server:
             return self._commit(envelope, message)
         elif isinstance(message, Install):
             self._installing.answered(source, message)
-            self._install(message, frames)
+            self._install(source, message, frames)
         elif isinstance(message, Collect) and source.role == "supervisor" and self.saver is not None:
             return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
         elif self.protection is not None and source.role == "server":
@@ -304,6 +325,7 @@ class Server:
         self._note_changes()
         if mine.starts and not self.started.epoch:
             self._start(mine, view)
+        self._install_copy()
         if self.protection is not None and self.started.epoch:
             self.protection.adopt(view, mine, self._now)
         if self.recovery is not None:
@@ -379,17 +401,21 @@ class Server:
             return Refused("not installed", message.sequence), ()
         if self._waits(envelope, "push", message.sequence, updates):
             return None, ()
+        if self.contents is not None and not self.contents.complete(source, message.sequence, updates):
+            return Refused("gap", message.sequence), ()
         answer = self._ledger.push(
             source, message.sequence, message.batch, updates, samples=message.samples, stage=message.stage
         )
         self._serve_ahead(source)
-        return self._with_rows(self._with_kept(answer, source), updates, message.returns)
+        return self._with_rows(self._with_kept(answer, source), source, updates, message.returns)
 
     def _commit(self, envelope: Envelope, message: Commit) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         source = envelope.source
         if self._waiting.push_waits(source, message.sequence):
             self._waiting.until_rows(envelope, "commit", message.sequence)
             return None, ()
+        if self.contents is not None and self.contents.lacks(source, message.sequence):
+            return Refused("not staged", message.sequence), ()
         answer = self._with_kept(self._ledger.commit(source, message.sequence), source)
         self._serve_ahead(source)
         return answer, ()
@@ -409,7 +435,7 @@ class Server:
             self.receive(envelope, self._now)
 
     def _with_rows(
-        self, answer: Pushed | Refused | None, updates: Sequence[Update], group: int
+        self, answer: Pushed | Refused | None, source: Peer, updates: Sequence[Update], group: int
     ) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         """The answer to a push, with the new weights of a group's rows if they were asked for: those that it
         will leave if it is only staged, so that the worker need not wait for its commit."""
@@ -417,8 +443,11 @@ class Server:
             for number, places, gradients in updates:
                 if number == group:
                     shard = self.shards[group]
-                    rows = shard.pull(places) if answer.applied else shard.preview(places, gradients)
-                    return replace(answer, rows=len(places)), [rows]
+                    here = answer.applied or (
+                        self.contents is not None and self.contents.has(source.slot, answer.sequence)
+                    )
+                    rows = shard.pull(places) if here else shard.preview(places, gradients)
+                    return replace(answer, rows=len(places), marks=self._contained(group)), [rows]
         return answer, ()
 
     def _pull(self, envelope: Envelope, message: Pull) -> tuple[Rows | None, Sequence[Frame]]:
@@ -432,23 +461,55 @@ class Server:
         wanted = pulled_rows(message.parts, envelope.frames)
         if self._waits(envelope, "pull", message.request, wanted):
             return None, ()
-        return Rows(message.request, message.parts), [self.shards[g].pull(places) for g, places, _ in wanted]
+        marks = self._contained(message.parts[-1].group) if message.parts else ()
+        rows = [self.shards[g].pull(places) for g, places, _ in wanted]
+        return Rows(message.request, message.parts, marks=marks), rows
 
-    def _install(self, message: Install, frames: Sequence[Frame]) -> None:
-        for group, places, weights in pushed_rows(self.shards, message.parts, frames):
-            shard = self.shards[group]
-            if self._takes_first_values and not shard.installed:
-                shard.install(places, weights)
-                if self.protection is not None:
-                    self.protection.changed(self._now)
+    def _install(self, source: Peer, message: Install, frames: Sequence[Frame]) -> None:
+        network = len(self.shards) - 1
+        for update in pushed_rows(self.shards, message.parts, frames):
+            if not self._takes_first_values or self.shards[update[0]].installed:
+                continue
+            if update[0] == network and self.contents is not None and self.me.incarnation > 1:
+                self.contents.offer(source, message, update)
+            else:
+                self._put_first_values(update)
+        self._install_copy()
 
-    def _apply(self, updates: list[Update]) -> None:
-        for group, places, gradients in updates:
-            self.shards[group].push(places, gradients)
-            if self.saver is not None:
-                self.saver.touched(group, places)
+    def _put_first_values(self, update: Update) -> None:
+        group, places, weights = update
+        self.shards[group].install(places, weights)
+        if self.protection is not None:
+            self.protection.changed(self._now)
+
+    def _apply(self, worker: int, sequence: int, updates: list[Update]) -> None:
+        network = len(self.shards) - 1
+        contents = self.contents
+        skipped = network if contents is not None and contents.has(worker, sequence) else -1
+        for update in updates:
+            if update[0] != skipped:
+                self.shards[update[0]].push(*update[1:])
+                self._touched(update)
+        if contents is not None:
+            contents.note(worker, sequence)
         self.pushes += 1
         self._changed = True
+
+    def _touched(self, update: Update) -> None:
+        if self.saver is not None:
+            self.saver.touched(*update[:2])
+
+    def _install_copy(self) -> None:
+        """Take a worker's copy of the network over, if it is clear which."""
+        if self.contents is not None and self.started.epoch:
+            chosen = self.contents.advance(self.view)
+            if chosen is not None:
+                self._put_first_values(chosen)
+
+    def _contained(self, group: int) -> tuple[int, ...]:
+        """What whoever gets rows of this group must know of them."""
+        network = len(self.shards) - 1
+        return tuple(self.contents.marks) if self.contents is not None and group == network else ()
 
 
 def _make_shards(me: Peer, plan: JobPlan, witness: Witness | None, *, empty: bool) -> list[GroupShard]:

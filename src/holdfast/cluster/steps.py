@@ -159,7 +159,6 @@ class Worker:
         if pull is None or not pull.done or (self.plan.staleness and (network is None or not network.done)):
             return None
         self._computing = self._fed.popleft()
-        self.calls.network = self._computing.spreads[-1], self._computing.rows[-1]
         return self._computing
 
     def finish(self, gradients: Sequence[Floats], now: float) -> None:
