@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -100,6 +102,7 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
     resume = Resume(version=3, steps=90) if resumed else None
     plan = replace(counting_plan(servers=2, workers=2, atomic=False), dense="workers", resume=resume)
     spread = Spread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
+    seconds = itertools.count(10.0)
     first, newest = np.zeros((2, 1), np.float32), np.full((2, 1), 7.0, np.float32)
     calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, first))
     calls.tick(10.0)
@@ -109,7 +112,7 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
         """What a server is sent that lacks it: how many parts, and the weight."""
         calls.outbox.clear()
         incarnation = calls._servers[1].incarnation
-        calls.receive(Envelope(Peer("server", 1, incarnation), calls.me, message), 10.0)
+        calls.receive(Envelope(Peer("server", 1, incarnation), calls.me, message), next(seconds))
         sent = [(e.message, e.frames) for e in calls.outbox if isinstance(e.message, Install)]
         return [(len(m.parts), as_array(f[1], np.float32, (1, 1)).item() if f else None) for m, f in sent]
 

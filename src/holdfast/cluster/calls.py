@@ -33,6 +33,7 @@ from holdfast.cluster.messages import (
     ServerInView,
 )
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.routes import Routes
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.cluster.wire import Message
 
@@ -143,6 +144,7 @@ class Calls:
         self._installed_groups = [g for g, group in enumerate(plan.groups) if group.initial == "installed"]
         self._ask_kept = 0.0
         self._refresh = PullCall()
+        self.routes = Routes(me, plan, self._started_servers)
         self._spreads: Sequence[Spread] = ()
         self._requests = 0
         self._now = 0.0
@@ -184,7 +186,12 @@ class Calls:
             for pull in self._pulls.values():
                 if server.slot in pull.questions:
                     pull.questions[server.slot].asked = self._now
+                    pull.questions[server.slot].refused = -math.inf
                     self._send(server.slot, pull.questions[server.slot])
+
+    def copy_of(self, server: int) -> Copy | None:
+        """What this worker could give a server that has lost its part of the network."""
+        return self._copies.get(server)
 
     @property
     def certain(self) -> int:
@@ -255,6 +262,8 @@ class Calls:
         known = self._servers.get(server)
         if known is None or known.incarnation != envelope.source.incarnation:
             return
+        if not isinstance(message, Lacks):  # that one says nothing of what was asked
+            self.routes.trust(envelope.source)
         if isinstance(message, Rows):
             self._take_rows(server, message, envelope.frames)
         elif isinstance(message, Pushed):
@@ -282,11 +291,13 @@ class Calls:
             self._ask_kept = now + self._plan.timing.retry_seconds
             for server, kept in enumerate(self._kept):
                 if kept < self._pushes[-1].sequence:
+                    self._doubt(server)
                     self._post(server, Commit(self._pushes[-1].sequence), ())
             self._pull_copies()
         for call in self._open():
             for server, question in call.questions.items():
                 if now >= question.again:
+                    self._doubt(server)
                     question.patience *= 2
                     question.again = now + question.patience
                     self._send(server, question)
@@ -322,8 +333,11 @@ class Calls:
         if call is None or server not in call.questions:
             return
         if message.not_installed:
-            if self._install(server, message.not_installed):
-                self._send(server, call.questions[server])
+            unanswered = call.questions[server]
+            if self._now >= unanswered.refused + self._plan.timing.retry_seconds:
+                unanswered.refused = self._now  # it may wait for another worker's: not at every answer
+                if self._install(server, message.not_installed):
+                    self._send(server, unanswered)
             return
         question = call.questions[server].message
         assert isinstance(question, Pull)
@@ -450,7 +464,15 @@ class Calls:
         known = self._servers.get(server)
         if known is not None:  # else it is sent when a view names the server
             target = Peer("server", server, known.incarnation)
-            self.outbox.append(Envelope(self.me, target, message, frames))
+            self.outbox.append(self.routes.way_to(Envelope(self.me, target, message, frames), self._now))
+
+    def _doubt(self, server: int) -> None:
+        known = self._servers.get(server)
+        if known is not None:
+            self.routes.doubt(Peer("server", server, known.incarnation), self._now)
+
+    def _started_servers(self) -> list[Peer]:
+        return [Peer("server", s.slot, s.incarnation) for s in self._servers.values()]
 
 
 def empty_spread(servers: int) -> Spread:

@@ -12,7 +12,7 @@ network, and counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.cluster.messages import Install, Lacks, Peer, View, WorkerInView
@@ -43,13 +43,22 @@ class Installing:
         plan: the job's.
         shards: its rows, of each group.
         outbox: where questions go.
+        doubt: called with a worker that has not answered (see ``routes``).
     """
 
-    def __init__(self, me: Peer, plan: JobPlan, shards: Sequence[GroupShard], outbox: list[Envelope]) -> None:
+    def __init__(
+        self,
+        me: Peer,
+        plan: JobPlan,
+        shards: Sequence[GroupShard],
+        outbox: list[Envelope],
+        doubt: Callable[[Peer, float], None] = lambda target, now: None,
+    ) -> None:
         self._me, self._plan, self._shards, self._outbox = me, plan, shards, outbox
         self.network = len(shards) - 1
         """The network's group."""
-        self._ask_again = 0.0
+        self._ask_again, self._began = 0.0, -1.0
+        self._doubt = doubt
         self._without: set[Peer] = set()
         """Workers that have none: none can come to have any, since that takes rows of this server."""
         self._offers: dict[Peer, Offer] = {}
@@ -108,5 +117,9 @@ class Installing:
         workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]
         asked = [peer for peer in workers if peer not in self._without]
         self.lost = bool(workers) and not asked
+        self._began = now if self._began < 0 else self._began
+        long = now - self._began > self._plan.timing.stuck_seconds  # its process may not be there yet
         for peer in asked:
+            if long and peer not in self._offers:
+                self._doubt(peer, now)
             self._outbox.append(Envelope(self._me, peer, Lacks(groups)))

@@ -412,10 +412,12 @@ class Runner:
                 f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
                 f"without them; {self._cure(status)} (logs: {logs})"
             )
-        if kind in ("lost", "network"):
+        if kind in ("lost", "network", "stalled"):
             why = f"more servers have died than a code of {self.plan.k} + {self.plan.r} covers"
             if self.plan.partial:
                 why = self.plan.partial_reason if self.plan.partial == "full" else "no server is left"
+            if kind == "stalled":
+                why = "the job cannot go on with these processes"
             if kind == "network":
                 why = "only workers had copies, and none that has computed with them is left"
             return DataLoss(

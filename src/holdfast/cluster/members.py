@@ -115,6 +115,6 @@ class Cut:
 class Failure:
     """Why the job ends early."""
 
-    kind: Literal["server", "worker", "lost", "network", "error"]
+    kind: Literal["server", "worker", "lost", "network", "stalled", "error"]
     peer: Peer
     text: str

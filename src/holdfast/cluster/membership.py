@@ -27,6 +27,7 @@ from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Saved, Serve
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.recoveries import RecoveryLog
 from holdfast.cluster.settling import what_counts
+from holdfast.cluster.stalls import Stalls
 from holdfast.cluster.tally import Tally
 from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.cluster.wire import Message
@@ -95,6 +96,7 @@ class Supervisor:
         ]
         self._tally = Tally(plan, self.servers, self.workers)
         self._evaluations = Evaluations(self._first.epoch, test_every, self.steps())
+        self._stalls = Stalls(plan, self.servers, now)
         self._log = RecoveryLog(plan, self.servers, self.workers, self._tally, self.events)
 
     @property
@@ -145,12 +147,17 @@ class Supervisor:
             for member in [*self.servers, *self.workers]:
                 member.since += stood_still
                 member.heard = None if member.heard is None else member.heard + stood_still
+            self._stalls.forgive(stood_still)
         members: list[ServerMember | WorkerMember] = [*self.servers, *self.workers]
         for member in members:
             silence = now - (member.since if member.heard is None else member.heard)
             if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
                 self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
         self.advance(now)
+        if self.view.phase != "starting":
+            stalled = self._stalls.look(self.steps(), members, now)
+            if stalled is not None:
+                self._fail(stalled)
 
     def request_cut(self, version: int, *, baseline: bool = True, whole: bool = True) -> None:
         """Make a consistent cut of all rows for this version: workers hold, servers copy, workers go on.
@@ -346,10 +353,19 @@ class Supervisor:
                 beat.view >= self.view.servers[s].since for s in beat.stuck_on
             ):
                 self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
-        elif member.role == "server" and beat.stuck_on and all(s.sound for s in self.servers):
-            # Two servers cannot talk to each other: one is replaced, while all others have their rows.
-            other = self.servers[beat.stuck_on[0]]
-            self._lose(other, f"cannot be reached by server {member.slot}", now)
+        elif member.role == "server":
+            # Two servers cannot talk to each other: one is replaced, if the code covers that.
+            for other in [self.servers[s] for s in beat.stuck_on if 0 <= s < len(self.servers)]:
+                known = other.stage == "started" and beat.view >= self.view.servers[other.slot].since
+                if known and self._can_lose(other):
+                    self._lose(other, f"cannot be reached by server {member.slot}", now)
+                    return
+
+    def _can_lose(self, victim: ServerMember) -> bool:
+        """Whether no ring lacks more servers than the code covers if this one is gone, too."""
+        gone = {victim.slot} | {server.slot for server in self.servers if not server.sound}
+        ring = self.plan.placement.ring(victim.slot)
+        return len(gone.intersection(ring)) <= self.plan.r
 
     def _note_exit(self, exited: Exit, now: float) -> None:
         member = self._member(exited.peer)
@@ -391,6 +407,7 @@ class Supervisor:
         member.since, member.heard, member.beat = now, None, None
         if isinstance(member, ServerMember):
             self._log.note_loss(member, now)
+            self._stalls.note_loss()
             self._views.replace_server(member.slot)
             self._give_up_cut()
         else:

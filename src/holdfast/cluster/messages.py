@@ -150,6 +150,14 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     request: int = 0
 
 
+class Relay(Struct, frozen=True, array_like=True, tag="relay"):
+    """Worker or server → server → server or worker: a message whose sender cannot reach its target directly
+    (see ``routes``). Frames: the message's."""
+
+    header: bytes
+    """As ``wire`` encodes it, with source and target."""
+
+
 class WorkerMark(Struct, frozen=True, array_like=True):
     """What a server knows of a worker's pushes."""
 

@@ -61,6 +61,7 @@ class Protection:
         marks: says which pushes are applied.
         fresh: whether all rows of the job have their first values; otherwise parities come from rows.
         lacks: which of the records of a group this server lacks (see ``recovery``).
+        doubt: called with a server that has not answered (see ``routes``).
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Protection:
         *,
         fresh: bool,
         lacks: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
+        doubt: Callable[[Peer, float], None] = lambda target, now: None,
     ) -> None:
         self.me = me
         self.plan = plan
@@ -92,6 +94,7 @@ class Protection:
         self._shards = shards
         self._marks = marks
         self._lacks = lacks
+        self.doubt = doubt
         self._out: dict[int, OutLane] = {}
         self._in: dict[int, InLane] = {}
         self._incarnations: dict[int, int] = {}
@@ -176,7 +179,10 @@ class Protection:
             self.flush(now)
             self._hurry = self._holds
         for lane in self._out.values():
-            self.outbox.extend(lane.overdue(now))
+            late = lane.overdue(now)
+            if late:
+                self.doubt(lane.target, now)
+                self.outbox.extend(late)
 
     def stuck_on(self, now: float) -> tuple[int, ...]:
         """Parity servers that have not acknowledged anything for long."""

@@ -28,6 +28,7 @@ from holdfast.cluster.messages import (
     Pushed,
     Redundancy,
     Refused,
+    Relay,
     Rows,
     ServerInView,
     View,
@@ -38,8 +39,16 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
 from holdfast.cluster.rebuilding import Rebuilding
 from holdfast.cluster.recovery import Recovery
+from holdfast.cluster.routes import Routes
 from holdfast.cluster.saver import Saver
-from holdfast.cluster.stripe_messages import LaneMessage, ReadStripes, Recover, Syndromes, Taken
+from holdfast.cluster.stripe_messages import (
+    LaneMessage,
+    ReadStripes,
+    Recover,
+    Syndromes,
+    Taken,
+    Values,
+)
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.cluster.transport.zmq import Counters
@@ -105,6 +114,7 @@ class Server:
         self._next_beat = 0.0
         self._told: tuple[object, ...] = ()
         self._waiting = Waiting()
+        self.routes = Routes(me, plan, self._started_servers)
         self._changed = False
         self.protection: Protection | None = None
         self.recovery: Recovery | None = None
@@ -115,7 +125,7 @@ class Server:
                 self.recovery = Recovery(plan, self.shards, self.protection)
                 self.recovery.on_rows = self._serve_waiting
         self._kept = KeptPushes(me, plan, self._ledger, self.protection, self.outbox)
-        self._installing = Installing(me, plan, self.shards, self.outbox)
+        self._installing = Installing(me, plan, self.shards, self.outbox, self.routes.doubt)
         self.contents: Contents | None = None
         """Which pushes the network's rows contain; None: those that were applied."""
         if plan.dense == "workers" and self.shards[-1].rows:
@@ -125,7 +135,14 @@ class Server:
     def _make_protection(self, *, fresh: bool) -> Protection:
         marks, shards = self._ledger.marks, self.shards
         protection = Protection(
-            self.me, self.plan, shards, self.outbox, marks, fresh=fresh, lacks=self._lacks
+            self.me,
+            self.plan,
+            shards,
+            self.outbox,
+            marks,
+            fresh=fresh,
+            lacks=self._lacks,
+            doubt=self.routes.doubt,
         )
         if self._witness is not None:
             self._witness.protection = protection
@@ -143,6 +160,16 @@ class Server:
         if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
             return  # meant for another that had this slot
         try:
+            if isinstance(envelope.message, Relay):
+                mine, unwrapped = self.routes.unwrap(envelope, now)
+                if unwrapped is None:
+                    return
+                if not mine:
+                    self.outbox.append(unwrapped)
+                    return
+                envelope = unwrapped
+            else:
+                self.routes.came_directly(envelope.source)
             answer, frames = self._answer(envelope)
         except ValueError:
             self.malformed += 1
@@ -154,6 +181,10 @@ class Server:
                     self.receive(each, now)
         elif answer is not None and envelope.source.role != "server":
             self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
+        self.routes.divert(self.outbox, now)
+
+    def _started_servers(self) -> list[Peer]:
+        return [Peer("server", s.slot, s.incarnation) for s in self.view.servers if s.starts]
 
     def tick(self, now: float) -> None:
         """Give a sign of life when it is time, or when something has come to an end."""
@@ -170,6 +201,7 @@ class Server:
         if self.started.epoch:
             self._installing.tick(self.view, now)
             self._install_copy()
+        self.routes.divert(self.outbox, now)
         if now >= self._next_beat or self._told != self._news():
             self.beat(now)
 
@@ -293,6 +325,8 @@ class Server:
         self, protection: Protection, message: Message, frames: Sequence[Frame], source: Peer
     ) -> None:
         """What servers tell each other."""
+        if isinstance(message, Taken | Values | Syndromes):
+            self.routes.trust(source)
         if isinstance(message, LaneMessage):
             protection.take(source, message, frames)
         elif isinstance(message, Taken):

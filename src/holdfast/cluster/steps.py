@@ -6,6 +6,7 @@ Who computes is not its concern: ``feed`` gives it batches, ``take`` hands out o
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from holdfast.cluster.messages import (
     Figures,
     Peer,
     Position,
+    Relay,
     View,
     ViewNumber,
     WorkerInView,
@@ -175,7 +177,13 @@ class Worker:
         if isinstance(message, View):
             self._adopt(message)
             self.beat(now)
+        elif isinstance(message, Relay):
+            with contextlib.suppress(ValueError):
+                mine, unwrapped = self.calls.routes.unwrap(envelope, now)
+                if mine and unwrapped is not None:
+                    self.calls.receive(unwrapped, now)
         elif envelope.source.role == "server":
+            self.calls.routes.came_directly(envelope.source)
             self.calls.receive(envelope, now)
         self._go_on(now)
 

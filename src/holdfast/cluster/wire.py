@@ -17,6 +17,7 @@ from holdfast.cluster.messages import (
     Push,
     Pushed,
     Refused,
+    Relay,
     Rows,
     Saved,
     Status,
@@ -42,6 +43,7 @@ Message = (
     | Pushed
     | Kept
     | Refused
+    | Relay
     | Change
     | Values
     | Forget

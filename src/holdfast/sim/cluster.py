@@ -15,14 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.cluster.calls import Floats, Spread, spread_by
+from holdfast.cluster.members import Failure
 from holdfast.cluster.membership import Supervisor
-from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Position, Redundancy, View, ViewNumber
+from holdfast.cluster.messages import (
+    Beat,
+    Evaluation,
+    Exit,
+    Peer,
+    Position,
+    Redundancy,
+    Status,
+    View,
+    ViewNumber,
+)
 from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
 from holdfast.cluster.recovery import Recovery
 from holdfast.cluster.server import Server
 from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.memory import CALM, Network, Weather
+from holdfast.cluster.watching import SupervisorWatch
 from holdfast.sim.storage import MemoryStorage
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 
@@ -31,6 +43,7 @@ ROWS_OF_A_BATCH = 5
 COMPUTE_SECONDS = 0.02
 START_SECONDS = 0.5
 READ_SECONDS = 0.2
+REPORT_SECONDS = 0.25
 FIRST_VALUE = 1000.0
 """Of every weight. Not 0, which is also what nobody has written to."""
 
@@ -60,7 +73,9 @@ def counting_plan(
         ),
         GroupPlan(name="b", dim=2, tables=(TablePlan("b", 7),), optimizer=count, initial="installed"),
     )
-    timing = Timing(silent_seconds=1.5, start_seconds=10.0, retry_seconds=0.1, stuck_seconds=1.0)
+    timing = Timing(
+        silent_seconds=1.5, start_seconds=10.0, retry_seconds=0.1, stuck_seconds=1.0, hopeless_seconds=25.0
+    )
     return JobPlan(
         job="sim",
         seed=0,
@@ -251,6 +266,24 @@ class SimWorker:
         return self._spread(group, rows), np.full((plan.rows, plan.dim), FIRST_VALUE, np.float32)
 
 
+class SimSupervisor:
+    """A supervisor that reports to the launcher, as its process does."""
+
+    def __init__(self, machine: Supervisor) -> None:
+        self.me, self.outbox = machine.me, machine.outbox
+        self.receive = machine.receive
+        self._machine = machine
+        self._next_report = 0.0
+
+    def tick(self, now: float) -> None:
+        """Let time pass, and report."""
+        self._machine.tick(now)
+        if now >= self._next_report:
+            self._next_report = now + REPORT_SECONDS
+            report = Status(self._machine.view.phase, 0, 0, ())
+            self.outbox.append(Envelope(self.me, Peer("launcher"), report))
+
+
 class SimLauncher:
     """Starts the processes that views ask for, and says which have ended."""
 
@@ -259,12 +292,16 @@ class SimLauncher:
         self.outbox: list[Envelope] = []
         self.exited: list[Exit] = []
         self.view = View(ViewNumber(), "starting")
+        self.supervisors_killed = 0
+        """For their silence."""
+        self._watch = SupervisorWatch(cluster.plan.timing)
         self._cluster = cluster
         self._started: dict[tuple[str, int], int] = {}
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Take a view."""
+        """Take a view or a report."""
         view = envelope.message
+        self._watch.hear(now)
         if isinstance(view, View) and view.number > self.view.number:
             self.view = view
             for worker in view.workers:
@@ -277,7 +314,11 @@ class SimLauncher:
                     self._cluster.start_server(server.slot, server.incarnation)
 
     def tick(self, now: float) -> None:
-        """Say what has ended, again and again."""
+        """Say what has ended, again and again; start a supervisor again that has fallen silent."""
+        if self._watch.silence(now):
+            self.supervisors_killed += 1
+            self._watch.start(now)
+            self._cluster.restart_supervisor()
         beat = Beat("ready", self.view.number, exited=tuple(self.exited))
         self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
 
@@ -335,7 +376,13 @@ class Cluster:
     def start_supervisor(self) -> None:
         """Start it, or start it again."""
         self.supervisor = self.supervisor_class(self.plan, self.storage, self.network.now)
-        self.network.add(self.supervisor)
+        self.network.add(SimSupervisor(self.supervisor))
+
+    def restart_supervisor(self) -> None:
+        """Kill it, and start another a moment later."""
+        self.collect_cuts()
+        self.network.kill(self.supervisor.me)
+        self.network.at(self.network.now + self.random.uniform(0.05, 0.5), self.start_supervisor)
 
     def start_worker(self, slot: int, incarnation: int) -> None:
         """A process takes its time to come up."""
@@ -395,9 +442,16 @@ class Cluster:
             wrong += self._differences(f"in cut {version}", right, copies)
         return wrong
 
+    def loss_is_right(self, failure: Failure) -> bool:
+        """Whether the network is lost, as the job says, that only workers had copies of."""
+        current = {member.peer for member in self.supervisor.workers}
+        workers = [n for n in self.network.nodes.values() if isinstance(n, SimWorker) and n.me in current]
+        copies = [worker.machine.calls.copy_of(failure.peer.slot) for worker in workers]
+        return failure.kind == "network" and all(copy is None for copy in copies)
+
     def network_lost(self) -> list[int]:
         """Of each slot, the pushes that its network has lost with workers that had the only copies of it."""
-        return [self.savers[slot].lost_now() for slot in range(self.plan.servers)]
+        return [self.savers[slot].lost_now() if slot in self.savers else 0 for slot in self.servers]
 
     def _without_lost(
         self, expected: list[NDArray[np.float32]], lost: Sequence[int]

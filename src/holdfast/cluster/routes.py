@@ -1,0 +1,145 @@
+"""Ways round broken links: what does not reach a server directly goes through another server.
+
+A link between two processes may fail, in one direction or in both, while each of them reaches everybody else.
+Replacing one of them would not help if the next process is behind the same link. So whoever asks again and
+again without an answer sends by way of another server, by turns, until an answer comes; and what came by way
+of a server is answered by way of it. From time to time the direct way is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.cluster.messages import Peer, Relay
+from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.wire import Header, decode, encode
+
+_DOUBTS = 2
+"""Questions without an answer before another way is tried: the first may just be lost or late."""
+_DETOUR_STUCKS = 6.0
+"""How long a detour is taken, in units of ``stuck_seconds``."""
+
+
+@dataclass(slots=True)
+class _Way:
+    incarnation: int
+    doubts: int = 0
+    doubted: float = -math.inf
+    turn: int = 0
+    relay: int | None = None
+    """The server that messages go through; None: they go directly."""
+    until: float = 0.0
+    chosen: bool = False
+    """Whether this node has chosen the detour; otherwise it answers as it was spoken to."""
+
+
+class Routes:
+    """The ways from one node to servers and workers.
+
+    Args:
+        me: the node.
+        plan: the job's.
+        servers: the servers that are there now.
+    """
+
+    def __init__(self, me: Peer, plan: JobPlan, servers: Callable[[], Sequence[Peer]]) -> None:
+        self._me, self._plan, self._servers = me, plan, servers
+        self._ways: dict[tuple[str, int], _Way] = {}
+        self._detours = 0
+        """Ways that lead through a server: usually there is none."""
+
+    def doubt(self, target: Peer, now: float) -> None:
+        """Something was asked again: it may not have arrived, or its answer has not."""
+        way = self._way(target)
+        if now < way.doubted + self._plan.timing.retry_seconds:
+            return  # several questions at once are one
+        way.doubted = now
+        way.doubts += 1
+        if way.doubts < _DOUBTS:
+            return
+        relays = [p.slot for p in self._servers() if p not in (self._me, target)]
+        choices = [*relays, None]
+        # Those who come after this one do not begin with a way that led nowhere for it.
+        at = way.turn + self._me.slot + self._me.incarnation
+        self._take(way, choices[at % len(choices)], now)
+        way.chosen = True
+        way.turn += 1
+        way.doubts = _DOUBTS - 1  # if this one is no good either, the next is tried
+
+    def trust(self, source: Peer) -> None:
+        """Something was answered: the way is good."""
+        if self._ways and (way := self._ways.get((source.role, source.slot))) is not None:
+            way.doubts = 0
+
+    def came_directly(self, source: Peer) -> None:
+        """A message came without a detour: it is answered in the same way."""
+        way = self._ways.get((source.role, source.slot)) if self._detours else None
+        if way is not None and way.relay is not None and not way.chosen:
+            self._take(way, None, 0.0)
+
+    def way_to(self, envelope: Envelope, now: float) -> Envelope:
+        """The message as it is to be sent."""
+        if not self._detours or isinstance(envelope.message, Relay):
+            return envelope
+        target = envelope.target
+        way = self._ways.get((target.role, target.slot))
+        if way is None or way.relay is None or way.incarnation != target.incarnation:
+            return envelope
+        if now > way.until:  # it may have been mended; if not, the first doubt leads back
+            way.turn = max(0, way.turn - 1)
+            self._take(way, None, now)
+            way.doubts = _DOUBTS - 1
+            return envelope
+        relay = next((peer for peer in self._servers() if peer.slot == way.relay), None)
+        if relay is None:
+            return envelope
+        header = encode(Header(self._plan.job, envelope.source, target, envelope.message))
+        return Envelope(self._me, relay, Relay(header), envelope.frames)
+
+    def divert(self, outbox: list[Envelope], now: float) -> None:
+        """Send all of these as they are to be sent."""
+        if self._detours:
+            outbox[:] = [self.way_to(envelope, now) for envelope in outbox]
+
+    def unwrap(self, envelope: Envelope, now: float) -> tuple[bool, Envelope | None]:
+        """What came by way of another server, and whether it is for this node; otherwise it is to be passed
+        on. None: neither. Raises ValueError if it is none.
+
+        Only servers and workers speak to each other in this way: what a supervisor says is not passed on.
+        """
+        message = envelope.message
+        assert isinstance(message, Relay)
+        try:
+            header = decode(message.header)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"a message to be passed on that is none: {error}") from None
+        roles = {header.source.role, header.target.role}
+        if header.job != self._plan.job or isinstance(header.message, Relay) or roles - {"server", "worker"}:
+            raise ValueError("a message to be passed on that is not for servers and workers of this job")
+        if header.target == self._me and envelope.source.role == "server":
+            way = self._way(header.source)
+            if way.relay is None or not way.chosen:
+                self._take(way, envelope.source.slot, now)
+            way.doubts = 0
+            return True, Envelope(header.source, header.target, header.message, envelope.frames)
+        if header.source == envelope.source and self._me.role == "server" and header.target != self._me:
+            return False, Envelope(self._me, header.target, message, envelope.frames)
+        return False, None
+
+    def _way(self, peer: Peer) -> _Way:
+        way = self._ways.get((peer.role, peer.slot))
+        if way is None or way.incarnation < peer.incarnation:
+            if way is not None:
+                self._take(way, None, 0.0)
+            way = self._ways[peer.role, peer.slot] = _Way(peer.incarnation)
+        return way
+
+    def _take(self, way: _Way, relay: int | None, now: float) -> None:
+        self._detours += (relay is not None) - (way.relay is not None)
+        way.relay, way.doubts, way.chosen = relay, 0, False
+        way.until = now + _DETOUR_STUCKS * self._plan.timing.stuck_seconds
