@@ -25,7 +25,9 @@ from holdfast.options import ErasureCode, NoProtection, PartialRecovery, Replica
 from holdfast.training.config import Config, load
 from holdfast.training.session import make_folder
 
-TIMING = Timing(beat_seconds=0.1, silent_seconds=2.5, retry_seconds=0.2, stuck_seconds=4.0)
+TIMING = Timing(
+    beat_seconds=0.1, silent_seconds=2.5, retry_seconds=0.2, stuck_seconds=4.0, hopeless_seconds=45.0
+)
 LANES = LaneOptions(chunk_rows=128, scrub_seconds=1.0)
 """Recovery takes a second or two, so that something can happen meanwhile."""
 SAVE_SECONDS = 5.0

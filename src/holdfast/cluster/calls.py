@@ -334,8 +334,9 @@ class Calls:
             return
         if message.not_installed:
             unanswered = call.questions[server]
-            if self._now >= unanswered.refused + self._plan.timing.retry_seconds:
-                unanswered.refused = self._now  # it may wait for another worker's: not at every answer
+            wait = self._plan.timing.retry_seconds if self._has_moved(server) else 0.0
+            if self._now >= unanswered.refused + wait:  # it may wait for another worker's copy
+                unanswered.refused = self._now
                 if self._install(server, message.not_installed):
                     self._send(server, unanswered)
             return

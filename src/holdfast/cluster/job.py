@@ -37,6 +37,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.supervisor import STATE_FILE
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.watching import SupervisorWatch
 from holdfast.errors import DataLoss, JobFailed, ServerLost, WorkerFailed
 from holdfast.events import EventLog
 from holdfast.options import Kill
@@ -129,6 +130,9 @@ class Launcher:
         self._engine = engine
         self._template = template
         self._current: dict[tuple[str, int], Peer] = {}
+        self.silences: list[float] = []
+        """How long supervisors were silent that were killed for it; whoever takes note takes them out."""
+        self._watch = SupervisorWatch(template.plan.timing)
         self._supervisors = 0
         self._left_at: float | None = None  # the supervisor ended, with the job
         self._died_at = 0
@@ -138,6 +142,7 @@ class Launcher:
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take a view or a report."""
         message = envelope.message
+        self._watch.hear(now)
         if isinstance(message, Status):
             self.status = message
         elif isinstance(message, View) and message.number > self.view.number:
@@ -162,6 +167,7 @@ class Launcher:
         """Say what has ended, again and again, and start the supervisor again if it is among it."""
         self._now = now
         self._keep_spares()
+        self._watch_supervisor(now)
         for peer, code in self._engine.exited():
             if peer.role == "supervisor" and self.view.phase != "stopping":
                 steps = self.status.steps if self.status is not None else 0
@@ -173,6 +179,7 @@ class Launcher:
                         "logs"
                     )
                 self._engine.start(self._assignment(peer))
+                self._watch.start(now)
                 self.started.append(peer)
             elif peer.role == "supervisor":
                 self._left_at = now
@@ -189,6 +196,15 @@ class Launcher:
         )
         beat = Beat(state, self.view.number, exited=tuple(self.exited))
         self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
+
+    def _watch_supervisor(self, now: float) -> None:
+        """End a supervisor that has fallen silent, as one that is stopped: like one that ended by itself, it
+        is started again."""
+        silent = self._watch.silence(now) if self._left_at is None else 0.0
+        if silent:
+            self.silences.append(silent)
+            self._engine.signal(self._template.me, signal.SIGKILL)
+            self._watch.start(now)
 
     def start(self, peer: Peer) -> None:
         """Fill a slot, if no process of this incarnation does; an older one is no longer wanted."""
@@ -357,6 +373,9 @@ class Runner:
         for peer in launcher.started:
             self.say("process_started", **_process(peer, pids.get(peer, 0)))
         launcher.started.clear()
+        for seconds in launcher.silences:
+            self.say("supervisor_lost", reason=f"sent no report for {seconds:.1f} s")
+        launcher.silences.clear()
 
     def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
         """Kill those whose time has come, and strike them off the list."""

@@ -59,6 +59,7 @@ class Protection:
         shards: its rows.
         outbox: where messages go.
         marks: says which pushes are applied.
+        applied: says which push of a worker was applied last; asked at every push, so it must be quick.
         fresh: whether all rows of the job have their first values; otherwise parities come from rows.
         lacks: which of the records of a group this server lacks (see ``recovery``).
         doubt: called with a server that has not answered (see ``routes``).
@@ -71,6 +72,7 @@ class Protection:
         shards: Sequence[GroupShard],
         outbox: list[Envelope],
         marks: Callable[[], tuple[WorkerMark, ...]],
+        applied: Callable[[int], int],
         *,
         fresh: bool,
         lacks: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
@@ -92,7 +94,7 @@ class Protection:
         """Called after a part of a batch was applied to parities, or undone."""
         self.on_values: Callable[[Peer, Values, Sequence[Frame]], None] = lambda source, values, frames: None
         self._shards = shards
-        self._marks = marks
+        self._marks, self._applied = marks, applied
         self._lacks = lacks
         self.doubt = doubt
         self._out: dict[int, OutLane] = {}
@@ -136,7 +138,7 @@ class Protection:
         if worker is not None:
             self._pending_pushes += 1
             lanes, told = self.plan.lanes, self._flushed.marks[worker].sequence
-            many = self._marks()[worker].sequence >= told + max(1, lanes.window // 2)
+            many = self._applied(worker) >= told + max(1, lanes.window // 2)
             large = self._pending_bytes() >= lanes.most_bytes
             if many or large or self._pending_pushes >= lanes.pushes:
                 self.flush(now)
@@ -180,9 +182,9 @@ class Protection:
             self._hurry = self._holds
         for lane in self._out.values():
             late = lane.overdue(now)
-            if late:
+            if late is not None:
                 self.doubt(lane.target, now)
-                self.outbox.extend(late)
+                self.outbox.append(late)
 
     def stuck_on(self, now: float) -> tuple[int, ...]:
         """Parity servers that have not acknowledged anything for long."""
@@ -255,21 +257,31 @@ class Protection:
         lane = self._in.get(source.slot)
         if lane is None or lane.source != source or self._incarnations.get(source.slot) != source.incarnation:
             return
-        if message.number == lane.number + 1 and isinstance(message, Change) and message.more:
+        if message.number > lane.number + 1:
+            early = Envelope(source, self.me, message, frames)
+            lane.lay_aside(message.number, early, 2 * self.plan.lanes.most_bytes)
+            return
+        if message.number == lane.number + 1:
+            self._take_next(lane, source, message, frames)
+            while (early_one := lane.next_early()) is not None:
+                assert isinstance(early_one.message, LaneMessage)
+                self._take_next(lane, source, early_one.message, early_one.frames)
+        self._post(source, Taken(lane.number))
+
+    def _take_next(self, lane: InLane, source: Peer, message: LaneMessage, frames: Sequence[Frame]) -> None:
+        if isinstance(message, Change) and message.more:
             lane.begin(message, frames)
-        elif message.number == lane.number + 1:
-            if isinstance(message, Change):
-                message, frames = lane.whole(message, frames)
-                parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
-                for part, blocks, records in parts:
-                    self._apply(part, blocks, records)
-            elif isinstance(message, Forget):
-                self._forget(source.slot, message, frames)
-            else:
-                self.on_values(source, message, frames)
-            lane.take(message, frames)
-        if message.number <= lane.number:
-            self._post(source, Taken(lane.number))
+            return
+        if isinstance(message, Change):
+            message, frames = lane.whole(message, frames)
+            parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
+            for part, blocks, records in parts:
+                self._apply(part, blocks, records)
+        elif isinstance(message, Forget):
+            self._forget(source.slot, message, frames)
+        else:
+            self.on_values(source, message, frames)
+        lane.take(message, frames)
 
     def progress(self, slot: int) -> LaneState:
         """How far a lane has come."""

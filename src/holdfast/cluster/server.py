@@ -140,6 +140,7 @@ class Server:
             shards,
             self.outbox,
             marks,
+            self._ledger.applied,
             fresh=fresh,
             lacks=self._lacks,
             doubt=self.routes.doubt,
