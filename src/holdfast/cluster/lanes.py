@@ -1,11 +1,11 @@
 """Lanes: an owner's messages to one parity server, in order, each exactly once.
 
 Messages are numbered; the receiver takes the one that comes next, lays those aside that come too early, and
-says up to where it has come. The sender keeps what is not acknowledged, and sends the oldest again, ever
-more rarely: if only that one was lost, all others count with it, and a receiver that is slow is not given more
-to do. Both ends are of one incarnation each: a server that was replaced has new lanes. Batches of changes have
-numbers of their own, the same in all lanes of an owner, so that parity servers can agree on how much of a dead
-owner's work counts.
+says up to where it has come. The sender keeps what is not acknowledged, and sends the oldest again, ever more
+rarely: if only that one was lost, all others count with it, and a receiver that is slow is not given more to
+do. Both ends are of one incarnation each: a server that was replaced has new lanes. Batches of changes have
+numbers of their own, the same in all lanes of an owner, so that parity servers can agree on how much of a
+dead owner's work counts.
 """
 
 from __future__ import annotations
