@@ -465,7 +465,7 @@ class Calls:
         known = self._servers.get(server)
         if known is not None:  # else it is sent when a view names the server
             target = Peer("server", server, known.incarnation)
-            self.outbox.append(self.routes.way_to(Envelope(self.me, target, message, frames), self._now))
+            self.outbox.extend(self.routes.ways_to(Envelope(self.me, target, message, frames), self._now))
 
     def _doubt(self, server: int) -> None:
         known = self._servers.get(server)

@@ -55,6 +55,7 @@ class Installing:
         doubt: Callable[[Peer, float], None] = lambda target, now: None,
     ) -> None:
         self._me, self._plan, self._shards, self._outbox = me, plan, shards, outbox
+        self._lacking = tuple(range(len(shards)))
         self.network = len(shards) - 1
         """The network's group."""
         self._ask_again, self._began = 0.0, -1.0
@@ -67,8 +68,14 @@ class Installing:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Those that are lacking."""
-        return tuple(g for g, shard in enumerate(self._shards) if not shard.installed)
+        """Those that are lacking. What is there stays there."""
+        if self._lacking:
+            self._lacking = tuple(g for g in self._lacking if not self._shards[g].installed)
+        return self._lacking
+
+    def look_again(self) -> None:
+        """The server has taken its slot over: what it had before says nothing."""
+        self._lacking = tuple(range(len(self._shards)))
 
     @property
     def rows(self) -> int:

@@ -23,7 +23,16 @@ from msgspec.structs import asdict
 from holdfast.cluster.epochs import Storage, Views
 from holdfast.cluster.evaluations import Evaluations
 from holdfast.cluster.members import Cut, Failure, ServerMember, WorkerMember
-from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Saved, ServerInView, View
+from holdfast.cluster.messages import (
+    Beat,
+    Evaluation,
+    Exit,
+    Peer,
+    Saved,
+    ServerInView,
+    View,
+    ViewNumber,
+)
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.recoveries import RecoveryLog
 from holdfast.cluster.settling import what_counts
@@ -76,6 +85,9 @@ class Supervisor:
         self.finished = False
         self._keeper = keeper
         self._hold = False
+        self._launcher_beat: Beat | None = None
+        self._look_again = 0.0
+        self._advanced = ViewNumber()
         self._ticked = now
         self._views = Views(plan, storage, self._tell)
         self._first = self.view.number
@@ -121,6 +133,8 @@ class Supervisor:
         if not isinstance(beat, Beat):
             return
         if source.role == "launcher":
+            news = beat != self._launcher_beat
+            self._launcher_beat = beat
             for exited in beat.exited:
                 self._note_exit(exited, now)
             if beat.state == "done":
@@ -130,10 +144,12 @@ class Supervisor:
             member = self._member(source)
             if member is None or (source.role == "server" and len(beat.marks) != self.plan.workers):
                 return
+            news = source.incarnation == member.incarnation and beat != member.beat
             if source.incarnation == member.incarnation:
                 member.beat, member.heard = beat, now
                 self._look_at(member, beat, now)
-        self.advance(now)
+        if news:  # most beats say what the last one said
+            self.advance(now)
         if beat.view < self.view.number:
             self._send(source, self.view)
 
@@ -153,8 +169,10 @@ class Supervisor:
             silence = now - (member.since if member.heard is None else member.heard)
             if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
                 self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
-        self.advance(now)
-        if self.view.phase != "starting":
+        if self._keeper is not None or self.view.number != self._advanced:
+            self.advance(now)
+        if self.view.phase != "starting" and now >= self._look_again:
+            self._look_again = now + timing.beat_seconds
             stalled = self._stalls.look(self.steps(), members, now)
             if stalled is not None:
                 self._fail(stalled)
@@ -211,6 +229,7 @@ class Supervisor:
 
     def advance(self, now: float) -> None:
         """Do whatever what is known allows."""
+        self._advanced = self.view.number
         if self.view.phase == "stopping":
             return
         for server in self.servers:

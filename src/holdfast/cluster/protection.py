@@ -108,7 +108,7 @@ class Protection:
         self._kept = self._flushed = Instant()
         self._pending_since: float | None = None
         self._pending_pushes = 0
-        self._changed_at = 0.0
+        self._changed_at = self._ticked = 0.0
         self._holds = self._hurry = False
 
     def _neighbours(self, *, parities: bool) -> Iterator[int]:
@@ -125,6 +125,11 @@ class Protection:
     def start(self) -> None:
         """This server takes its slot over."""
         self._kept = self._flushed = self._instant()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all parity servers have all changes."""
+        return self._pending_since is None and not any(lane.waiting for lane in self._out.values())
 
     def kept(self, worker: int) -> int:
         """The newest push of a worker that no failure which the code covers can undo."""
@@ -175,6 +180,10 @@ class Protection:
     def tick(self, now: float) -> None:
         """Send what has waited long enough, and send again what was not acknowledged."""
         since, lanes = self._pending_since, self.plan.lanes
+        stood_still, self._ticked = now - self._ticked, now
+        if stood_still > self.plan.timing.stuck_seconds / 2:
+            for lane in self._out.values():  # a server that was stopped has not waited for anybody meanwhile
+                lane.since += stood_still
         if since is not None and (
             self._hurry or now - since >= lanes.seconds or now - self._changed_at >= lanes.idle_seconds
         ):

@@ -159,7 +159,9 @@ class Rebuilding:
 
     def rebuild(self, now: float) -> None:
         """Rebuild the next parities that are not whole, if it is time."""
-        if now < self._rebuild_at or any(job.purpose == "rebuild" for job in self._jobs.values()):
+        if now < self._rebuild_at or all(parity.complete for parity in self._parities.values()):
+            return
+        if any(job.purpose == "rebuild" for job in self._jobs.values()):
             return
         for group, parity in self._parities.items():
             count = self._plan.lanes.chunk(parity.plan.words)
@@ -303,7 +305,8 @@ class Rebuilding:
 
     def tick(self, now: float) -> None:
         """Finish what is complete, ask again for what has not come, drop what nobody waits for."""
-        self._votes = {number: vote for number, vote in self._votes.items() if now < vote.until}
+        if self._votes:
+            self._votes = {number: vote for number, vote in self._votes.items() if now < vote.until}
         for job in list(self._jobs.values()):
             asker = job.source
             if asker is not None and (
@@ -315,8 +318,9 @@ class Rebuilding:
 
     def finish(self, now: float) -> None:
         """Finish what is complete."""
-        for job in [job for job in self._jobs.values() if not job.waiting]:
-            self._look_at(job, now)
+        if self._jobs:
+            for job in [job for job in self._jobs.values() if not job.waiting]:
+                self._look_at(job, now)
 
     def _begin(
         self,

@@ -36,6 +36,8 @@ class _Way:
     until: float = 0.0
     chosen: bool = False
     """Whether this node has chosen the detour; otherwise it answers as it was spoken to."""
+    proven: bool = False
+    """Whether something has come back on it; until then messages go both ways."""
 
 
 class Routes:
@@ -82,29 +84,31 @@ class Routes:
         if way is not None and way.relay is not None and not way.chosen:
             self._take(way, None, 0.0)
 
-    def way_to(self, envelope: Envelope, now: float) -> Envelope:
+    def ways_to(self, envelope: Envelope, now: float) -> tuple[Envelope, ...]:
         """The message as it is to be sent."""
+        direct = (envelope,)
         if not self._detours or isinstance(envelope.message, Relay):
-            return envelope
+            return direct
         target = envelope.target
         way = self._ways.get((target.role, target.slot))
         if way is None or way.relay is None or way.incarnation != target.incarnation:
-            return envelope
+            return direct
         if now > way.until:  # it may have been mended; if not, the first doubt leads back
             way.turn = max(0, way.turn - 1)
             self._take(way, None, now)
             way.doubts = _DOUBTS - 1
-            return envelope
+            return direct
         relay = next((peer for peer in self._servers() if peer.slot == way.relay), None)
         if relay is None:
-            return envelope
+            return direct
         header = encode(Header(self._plan.job, envelope.source, target, envelope.message))
-        return Envelope(self._me, relay, Relay(header), envelope.frames)
+        detour = Envelope(self._me, relay, Relay(header), envelope.frames)
+        return (detour,) if way.proven else (envelope, detour)
 
     def divert(self, outbox: list[Envelope], now: float) -> None:
         """Send all of these as they are to be sent."""
         if self._detours:
-            outbox[:] = [self.way_to(envelope, now) for envelope in outbox]
+            outbox[:] = [each for envelope in outbox for each in self.ways_to(envelope, now)]
 
     def unwrap(self, envelope: Envelope, now: float) -> tuple[bool, Envelope | None]:
         """What came by way of another server, and whether it is for this node; otherwise it is to be passed
@@ -123,9 +127,9 @@ class Routes:
             raise ValueError("a message to be passed on that is not for servers and workers of this job")
         if header.target == self._me and envelope.source.role == "server":
             way = self._way(header.source)
-            if way.relay is None or not way.chosen:
+            if way.relay != envelope.source.slot:
                 self._take(way, envelope.source.slot, now)
-            way.doubts = 0
+            way.doubts, way.proven = 0, True
             return True, Envelope(header.source, header.target, header.message, envelope.frames)
         if header.source == envelope.source and self._me.role == "server" and header.target != self._me:
             return False, Envelope(self._me, header.target, message, envelope.frames)
@@ -141,5 +145,5 @@ class Routes:
 
     def _take(self, way: _Way, relay: int | None, now: float) -> None:
         self._detours += (relay is not None) - (way.relay is not None)
-        way.relay, way.doubts, way.chosen = relay, 0, False
+        way.relay, way.doubts, way.chosen, way.proven = relay, 0, False, False
         way.until = now + _DETOUR_STUCKS * self._plan.timing.stuck_seconds

@@ -384,6 +384,7 @@ class Server:
                 shard.installed = kept or (bool(self.plan.partial) and group < len(self.shards) - 1)
                 if self.recovery is not None and not kept:
                     self.recovery.leave_out(group)
+            self._installing.look_again()
             self._cut = view.cut  # made without this server, and without its rows
             if self._witness is not None:
                 self._witness.cut = mine.cut.batch

@@ -474,6 +474,11 @@ class Cluster:
                 found.add(slot)
         return found
 
+    def is_quiet(self) -> bool:
+        """Whether all parity servers have all changes."""
+        protections = [server.protection for server in self.servers.values()]
+        return all(protection is None or protection.is_quiet for protection in protections)
+
     def lost(self, group: int) -> NDArray[np.int64]:
         """The rows of a group that have gone back to a copy, at whatever time."""
         found = [rows for recovery in self.recoveries for rows in recovery.lost_rows(group)]

@@ -108,8 +108,10 @@ def simulate(
     over = network.run(lambda: cluster.supervisor.view.phase == "stopping", most_seconds)
     cluster.collect_cuts()
     supervisor = cluster.supervisor
-    if supervisor.finished and cluster.plan.r:
-        network.run(lambda: False, 2.0)  # until the last changes have arrived
+    for _ in range(40 if supervisor.finished and cluster.plan.r else 0):
+        network.run(lambda: False, 0.05)  # until the last changes have arrived
+        if cluster.is_quiet():
+            break
     violations = cluster.violations() if supervisor.finished else []
     failure = supervisor.failure
     if failure is not None:
