@@ -263,7 +263,7 @@ class Calls:
         if known is None or known.incarnation != envelope.source.incarnation:
             return
         if not isinstance(message, Lacks):  # that one says nothing of what was asked
-            self.routes.trust(envelope.source)
+            self.routes.trust(envelope.source, now)
         if isinstance(message, Rows):
             self._take_rows(server, message, envelope.frames)
         elif isinstance(message, Pushed):

@@ -52,6 +52,8 @@ class Routes:
     def __init__(self, me: Peer, plan: JobPlan, servers: Callable[[], Sequence[Peer]]) -> None:
         self._me, self._plan, self._servers = me, plan, servers
         self._ways: dict[tuple[str, int], _Way] = {}
+        self._heard: dict[tuple[str, int], float] = {}
+        """When something came last without a detour."""
         self._detours = 0
         """Ways that lead through a server: usually there is none."""
 
@@ -73,16 +75,17 @@ class Routes:
         way.turn += 1
         way.doubts = _DOUBTS - 1  # if this one is no good either, the next is tried
 
-    def trust(self, source: Peer) -> None:
+    def trust(self, source: Peer, now: float) -> None:
         """Something was answered: the way is good."""
-        if self._ways and (way := self._ways.get((source.role, source.slot))) is not None:
+        key = source.role, source.slot
+        if self._ways and (way := self._ways.get(key)) is not None:
             way.doubts = 0
+            if way.chosen and way.relay is not None and self._heard.get(key) == now:
+                self._take(way, None, now)  # it has come directly, both there and back
 
-    def came_directly(self, source: Peer) -> None:
-        """A message came without a detour: it is answered in the same way."""
-        way = self._ways.get((source.role, source.slot)) if self._detours else None
-        if way is not None and way.relay is not None and not way.chosen:
-            self._take(way, None, 0.0)
+    def came_directly(self, source: Peer, now: float) -> None:
+        """A message came without a detour."""
+        self._heard[source.role, source.slot] = now
 
     def ways_to(self, envelope: Envelope, now: float) -> tuple[Envelope, ...]:
         """The message as it is to be sent."""
@@ -94,9 +97,10 @@ class Routes:
         if way is None or way.relay is None or way.incarnation != target.incarnation:
             return direct
         if now > way.until:  # it may have been mended; if not, the first doubt leads back
-            way.turn = max(0, way.turn - 1)
+            way.turn = max(0, way.turn - way.chosen)
+            doubts = (_DOUBTS - 1) * way.chosen
             self._take(way, None, now)
-            way.doubts = _DOUBTS - 1
+            way.doubts = doubts
             return direct
         relay = next((peer for peer in self._servers() if peer.slot == way.relay), None)
         if relay is None:
@@ -127,9 +131,12 @@ class Routes:
             raise ValueError("a message to be passed on that is not for servers and workers of this job")
         if header.target == self._me and envelope.source.role == "server":
             way = self._way(header.source)
-            if way.relay != envelope.source.slot:
+            if way.relay != envelope.source.slot or not way.chosen:
                 self._take(way, envelope.source.slot, now)
-            way.doubts, way.proven = 0, True
+                way.until = now + self._plan.timing.stuck_seconds
+            # Whoever is heard directly, too, may not hear this node: it is answered both ways.
+            heard = self._heard.get((header.source.role, header.source.slot), -math.inf)
+            way.doubts, way.proven = 0, now - heard > self._plan.timing.stuck_seconds / 2
             return True, Envelope(header.source, header.target, header.message, envelope.frames)
         if header.source == envelope.source and self._me.role == "server" and header.target != self._me:
             return False, Envelope(self._me, header.target, message, envelope.frames)

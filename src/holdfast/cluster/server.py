@@ -170,7 +170,7 @@ class Server:
                     return
                 envelope = unwrapped
             else:
-                self.routes.came_directly(envelope.source)
+                self.routes.came_directly(envelope.source, now)
             answer, frames = self._answer(envelope)
         except ValueError:
             self.malformed += 1
@@ -327,7 +327,7 @@ class Server:
     ) -> None:
         """What servers tell each other."""
         if isinstance(message, Taken | Values | Syndromes):
-            self.routes.trust(source)
+            self.routes.trust(source, self._now)
         if isinstance(message, LaneMessage):
             protection.take(source, message, frames)
         elif isinstance(message, Taken):

@@ -71,6 +71,8 @@ class Worker:
         self.calls = Calls(me, plan, first_values)
         self.outbox = self.calls.outbox
         self.view = View(ViewNumber(), "starting")
+        self._entry: WorkerInView | None = None
+        """What the view says of this worker."""
         self.started: WorkerInView | None = None
         """Where it goes on from, once it may."""
         self.applied = 0
@@ -183,7 +185,7 @@ class Worker:
                 if mine and unwrapped is not None:
                     self.calls.receive(unwrapped, now)
         elif envelope.source.role == "server":
-            self.calls.routes.came_directly(envelope.source)
+            self.calls.routes.came_directly(envelope.source, now)
             self.calls.receive(envelope, now)
         self._go_on(now)
 
@@ -236,12 +238,13 @@ class Worker:
                 item.network = self.calls.pull([*([nothing] * len(tables)), network], now)
 
     def _mine(self) -> WorkerInView | None:
-        return next((w for w in self.view.workers if w.slot == self.me.slot), None)
+        return self._entry
 
     def _adopt(self, view: View) -> None:
         if view.number <= self.view.number:
             return
         self.view = view
+        self._entry = next((w for w in view.workers if w.slot == self.me.slot), None)
         self.calls.adopt(view.servers)
         mine = self._mine()
         if mine is None or self.started is not None or mine.incarnation != self.me.incarnation:

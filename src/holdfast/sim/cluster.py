@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ from holdfast.cluster.steps import Item, Worker
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.memory import CALM, Network, Weather
 from holdfast.cluster.watching import SupervisorWatch
+from holdfast.coding.placement import Placement
 from holdfast.sim.storage import MemoryStorage
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 
@@ -88,7 +89,7 @@ def counting_plan(
         beyond=beyond,
         lanes=lanes
         or LaneOptions(
-            pushes=4, seconds=0.1, idle_seconds=0.1, window=8, chunk_rows=3, share=0.5, scrub_seconds=2.0
+            pushes=4, seconds=0.1, idle_seconds=0.1, window=8, chunk_rows=3, share=0.5, scrub_seconds=4.0
         ),
         atomic=atomic,
         staleness=staleness,
@@ -257,13 +258,20 @@ class SimWorker:
 
     def _spread(self, group: int, rows: NDArray[np.int64]) -> Spread:
         placement = self._plan.placements[group]
-        return spread_by(placement.owner(rows), placement.place(rows), self._plan.servers)[0]
+        return _spread_over(placement, rows.tobytes())
 
     def _first_values(self, group: int) -> tuple[Spread, Floats]:
         plan = self._plan.groups[group]
         assert plan.initial == "installed", "a server lacks first values that it draws itself"
         rows = np.arange(plan.rows)
         return self._spread(group, rows), np.full((plan.rows, plan.dim), FIRST_VALUE, np.float32)
+
+
+@lru_cache(maxsize=1 << 14)
+def _spread_over(placement: Placement, rows: bytes) -> Spread:
+    """Rows by server; jobs of the same shape ask for the same ones."""
+    ids = np.frombuffer(rows, np.int64)
+    return spread_by(placement.owner(ids), placement.place(ids), placement.servers)[0]
 
 
 class SimSupervisor:
@@ -294,6 +302,8 @@ class SimLauncher:
         self.view = View(ViewNumber(), "starting")
         self.supervisors_killed = 0
         """For their silence."""
+        self._told: Beat | None = None
+        self._next_beat = 0.0
         self._watch = SupervisorWatch(cluster.plan.timing)
         self._cluster = cluster
         self._started: dict[tuple[str, int], int] = {}
@@ -320,7 +330,9 @@ class SimLauncher:
             self._watch.start(now)
             self._cluster.restart_supervisor()
         beat = Beat("ready", self.view.number, exited=tuple(self.exited))
-        self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
+        if beat != self._told or now >= self._next_beat:
+            self._told, self._next_beat = beat, now + REPORT_SECONDS
+            self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
 
 
 @dataclass

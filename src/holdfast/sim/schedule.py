@@ -105,7 +105,7 @@ def simulate(
         cluster = Cluster(_mixed_plan_of(seed) if protected else plan_of(seed), seed, batches, weather)
     schedule = _Schedule(cluster, faults, LAST_FAULTS.get(seed % 25) if protected else None)
     network = cluster.network
-    over = network.run(lambda: cluster.supervisor.view.phase == "stopping", most_seconds)
+    over = network.run(lambda: cluster.supervisor.view.phase == "stopping", most_seconds, every=8)
     cluster.collect_cuts()
     supervisor = cluster.supervisor
     for _ in range(40 if supervisor.finished and cluster.plan.r else 0):

@@ -100,15 +100,19 @@ class Network:
         self._numbers += 1
         heapq.heappush(self._queue, (time, self._numbers, action, arguments))
 
-    def run(self, until: Callable[[], bool], most_seconds: float = 3600.0) -> bool:
-        """Let time pass until the condition holds; False if it does not within so many seconds."""
+    def run(self, until: Callable[[], bool], most_seconds: float = 3600.0, *, every: int = 1) -> bool:
+        """Let time pass until the condition holds; False if it does not within so many seconds.
+
+        The condition is looked at after ``every`` so many things that happen.
+        """
         end = self.now + most_seconds
-        queue = self._queue
+        queue, pop = self._queue, heapq.heappop
         while not until():
-            if not queue or queue[0][0] > end:
-                return False
-            self.now, _, action, arguments = heapq.heappop(queue)
-            action(*arguments)
+            for _ in range(every):
+                if not queue or queue[0][0] > end:
+                    return False
+                self.now, _, action, arguments = pop(queue)
+                action(*arguments)
         return True
 
     def flush(self, node: Node) -> None:
@@ -155,7 +159,7 @@ class Network:
         if node is None:
             self.counts["undeliverable"] += 1
             return
-        if envelope.target in self._paused:
+        if self._paused and envelope.target in self._paused:
             self._paused[envelope.target].append((self._deliver, (envelope,)))
             return
         if self._numbers % _ENCODED == 0:  # what a real wire does to a message
@@ -167,7 +171,7 @@ class Network:
     def _tick(self, node: Node) -> None:
         if self.nodes.get(node.me) is not node:
             return
-        if node.me in self._paused:
+        if self._paused and node.me in self._paused:
             self._paused[node.me].append((self._tick, (node,)))
             return
         node.tick(self.now)
