@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.chaos.checker import ROWS_OF_A_BATCH, Checker, last_acknowledged
+from holdfast.chaos.counting import Twin, counted
 from holdfast.chaos.run import ChaosOptions, ChaosResult, plan_chaos, run_chaos
 from holdfast.cli import app
 from holdfast.cluster.faults import acknowledged_path
@@ -224,34 +225,32 @@ def test_copies_are_a_code_too() -> None:
     assert (code.k, code.r, code.atomic) == (1, 1, False)
 
 
-def test_a_network_that_has_begun_anew_is_found(
-    ran: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where workers have its only copies, more cannot be said of it."""
-    mine = Checker(plan_chaos(ChaosOptions(seed=1, dense="workers"), ran[0]))
+def test_what_a_network_lacks_must_have_been_told(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where workers have its only copies, a push may go with a worker; none may count twice."""
 
-    def check(spoil: Callable[[GroupShard], None]) -> tuple[int, int]:
+    def check(batches: int) -> tuple[bool, bool]:
         def restore_and_spoil(plan: Any, shards: Sequence[GroupShard], *where: Any) -> None:
             restore_rows(plan, shards, *where)
-            spoil(shards[-1])
+            shards[-1].field("sum")[1] += 64 * batches
 
         monkeypatch.setattr("holdfast.chaos.checker.restore_rows", restore_and_spoil)
-        mine.lost = mine.wrong = 0
-        mine.check_version()
-        return mine.lost, mine.wrong
+        checker.lost = checker.wrong = 0
+        checker.check_version()
+        return checker.lost > 0, checker.wrong > 0
 
-    def forget_state(network: GroupShard) -> None:
-        network.field("sum")[:] = 0
+    assert check(0) == (False, False)
+    assert check(-2) == (True, False)
+    checker.network_lost.update(dict.fromkeys(range(4), 2))
+    assert check(-2) == (False, False)
+    assert check(-3) == (True, False)
+    assert check(1) == (False, True)
 
-    def begin_anew(network: GroupShard) -> None:
-        network.field("weight")[2] = 0
 
-    def spoil(network: GroupShard) -> None:
-        network.field("weight")[2, 7] = np.nan
-
-    assert check(forget_state) == (0, 0), "that may be"
-    assert check(begin_anew) == (0, 1)
-    assert check(spoil) == (0, 1)
+def test_sgd_counts_as_well(tmp_path: Path) -> None:
+    twin = Twin(plan_chaos(ChaosOptions(dense="workers"), tmp_path))
+    assert twin.go_to(np.arange(1000))
+    found = counted(twin.shards, twin.first)
+    assert [counts.tolist() for counts in found] == [counts.tolist() for counts in twin.counts]
 
 
 @pytest.mark.soak

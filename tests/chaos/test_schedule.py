@@ -24,6 +24,7 @@ from holdfast.cluster.faults import Fault as Point
 from holdfast.cluster.plan import Timing
 
 SHAPE = Shape(servers=4, workers=2, r=1, timing=Timing(silent_seconds=2.0, stuck_seconds=3.0))
+PAIRS = ("servers_apart", "servers_apart_for_good", "two_servers_kill")
 TWO = Shape(servers=5, workers=3, r=2, timing=SHAPE.timing, beyond=True)
 
 
@@ -52,7 +53,7 @@ def test_all_kinds_come_and_their_targets_are_there(shape: Shape, kinds: dict[st
         assert set(fault.servers) <= set(range(shape.servers))
         assert 0 <= fault.worker < shape.workers
         assert fault.takes_servers == (fault.kind not in OTHER_KINDS)
-    assert all(len(f.servers) == 2 for f in found if f.kind in ("servers_apart", "two_servers_kill"))
+    assert all(len(f.servers) == 2 for f in found if f.kind in PAIRS)
     assert all(len(f.servers) == shape.r + 1 for f in found if f.kind == "too_many_servers_kill")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster.calls import Calls, Spread, empty_spread
+from holdfast.cluster.calls import Calls, Floats, Spread, empty_spread
+from holdfast.cluster.copies import Copy
 from holdfast.cluster.messages import (
     Commit,
     Install,
@@ -99,6 +102,7 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
     resume = Resume(version=3, steps=90) if resumed else None
     plan = replace(counting_plan(servers=2, workers=2, atomic=False), dense="workers", resume=resume)
     spread = Spread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
+    seconds = itertools.count(10.0)
     first, newest = np.zeros((2, 1), np.float32), np.full((2, 1), 7.0, np.float32)
     calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, first))
     calls.tick(10.0)
@@ -108,7 +112,7 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
         """What a server is sent that lacks it: how many parts, and the weight."""
         calls.outbox.clear()
         incarnation = calls._servers[1].incarnation
-        calls.receive(Envelope(Peer("server", 1, incarnation), calls.me, message), 10.0)
+        calls.receive(Envelope(Peer("server", 1, incarnation), calls.me, message), next(seconds))
         sent = [(e.message, e.frames) for e in calls.outbox if isinstance(e.message, Install)]
         return [(len(m.parts), as_array(f[1], np.float32, (1, 1)).item() if f else None) for m, f in sent]
 
@@ -123,11 +127,38 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
         return
     assert answers(asked) == [], "another worker may have newer ones"
     assert answers(lacks) == [(0, None)], "this one has none"
-    calls.network = spread, newest
+    calls._copies.take(1, Copy(1, np.zeros(1, np.uint32), newest[:1], (3, 4)))
     assert answers(asked) == answers(lacks) == [(1, 7.0)]
     calls.outbox.clear()
     calls.adopt([ServerInView(1, 3, "elsewhere", starts=True, cut=cut)])
     assert sum(isinstance(e.message, Install) for e in calls.outbox) == 1, "not only when it asks"
+
+
+def test_a_push_is_sent_again_until_a_copy_contains_it() -> None:
+    """Servers keep its rows of the tables; of the network only workers have copies."""
+    plan = replace(counting_plan(servers=2, workers=2, atomic=False), dense="workers")
+    spread = Spread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
+    one, ones = np.ones((2, 1), np.float32), np.ones((2, 2), np.float32)
+    calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, ones))
+    calls.adopt([ServerInView(slot, 1, "there", starts=True) for slot in range(2)])
+    calls.push(1, Position(0, 0), [spread, spread], [one, ones], 10.0, returns=True)
+
+    def answer(slot: int, message: Message, *frames: Floats) -> None:
+        calls.receive(Envelope(Peer("server", slot, 1), calls.me, message, frames), 10.0)
+
+    answer(0, Pushed(1, applied=True, kept=1, rows=1, marks=(1, 3)), ones[:1])
+    answer(1, Pushed(1, applied=True, kept=1))  # its rows were lost on the way
+    assert (calls.applied, calls.unkept) == (True, 1)
+    calls.tick(20.0)
+    pull = next(e.message for e in calls.outbox if isinstance(e.message, Pull) and e.target.slot == 1)
+    assert pull.after == 1
+    answer(1, Rows(pull.request, pull.parts, marks=(0, 4)), ones[:1])
+    assert calls.unkept == 1, "it was made before the push"
+    answer(0, Rows(pull.request, pull.parts, marks=(1, 4)), ones[:1])
+    calls.tick(30.0)
+    pull = next(e.message for e in calls.outbox[::-1] if isinstance(e.message, Pull))
+    answer(1, Rows(pull.request, pull.parts, marks=(1, 4)), ones[:1])
+    assert (calls.unkept, calls.kept_sequence) == (0, 1)
 
 
 def test_part_of_a_network_that_is_still_being_pulled_is_known() -> None:
@@ -138,14 +169,12 @@ def test_part_of_a_network_that_is_still_being_pulled_is_known() -> None:
     call = calls.pull([empty_spread(2), spread], 10.0)
     weights = np.full((1, 2), 5.0, np.float32)
     for server in range(2):
-        assert calls._known_network(server) is None
-        envelope = Envelope(Peer("server", server, 1), calls.me, Rows(call.request, (Part(1, 1),)), [weights])
-        calls.receive(envelope, 10.0)
-        known = calls._known_network(server)
+        assert calls._copies.get(server) is None
+        rows = Rows(call.request, (Part(1, 1),), marks=(0,))
+        calls.receive(Envelope(Peer("server", server, 1), calls.me, rows, [weights]), 10.0)
+        known = calls._copies.get(server)
         assert known is not None
-        assert known[1][server].tolist() == [5.0, 5.0]
-        assert (calls.network is None) == (server == 0)
-        calls.network = None
+        assert known.weights.tolist() == [[5.0, 5.0]]
 
 
 def test_nothing_waits_for_the_answers_to_a_commit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from holdfast.cluster.job import Launcher, TrainingClock
 from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.messages import Evaluation, NodeStatus, Peer, Status, View, ViewNumber, WorkerInView
+from holdfast.cluster.node import Assignment
+from holdfast.cluster.plan import Timing
 from holdfast.cluster.transport.base import Envelope
 from holdfast.errors import JobFailed
 from tests.cluster.launch.test_local import COMMAND, PATHS, assignment
@@ -90,3 +93,50 @@ def test_a_supervisor_that_dies_before_it_has_said_how_the_job_ended(told: bool)
     else:
         with pytest.raises(JobFailed, match="while the job was ending"):
             launcher.tick(3.5)
+
+
+class Obedient:
+    """An engine that notes what it is told to do."""
+
+    def __init__(self) -> None:
+        self.killed: list[Peer] = []
+        self.started: list[Peer] = []
+        self._left: list[tuple[Peer, int]] = []
+
+    def signal(self, peer: Peer, number: int) -> None:
+        assert number == signal.SIGKILL
+        self.killed.append(peer)
+        self._left.append((peer, -9))
+
+    def start(self, assignment: Assignment) -> None:
+        self.started.append(assignment.me)
+
+    def exited(self) -> list[tuple[Peer, int]]:
+        found, self._left = self._left, []
+        return found
+
+
+def test_a_supervisor_that_sends_no_reports_is_ended_and_started_again() -> None:
+    engine, supervisor = Obedient(), Peer("supervisor")
+    launcher = Launcher(engine, assignment(supervisor))  # type: ignore[arg-type]
+    silent = Timing().silent_seconds
+
+    def pass_time(first: int, last: float, *, reports: bool) -> None:
+        for now in range(first, int(last)):
+            if reports:
+                launcher.receive(Envelope(supervisor, launcher.me, Status("running", 5, 5, ())), float(now))
+            launcher.tick(float(now))
+
+    pass_time(0, 5 * silent, reports=True)
+    assert engine.killed == []
+    pass_time(50, 50 + silent + 2, reports=False)
+    assert engine.killed == [supervisor]
+    assert len(launcher.silences) == 1
+    pass_time(62, 66, reports=False)
+    assert engine.started == [supervisor], "as one that ended by itself"
+    pass_time(66, 66 + 5 * silent, reports=False)
+    assert len(engine.killed) == 1, "it may take a while to start"
+    pass_time(120, 130, reports=True)
+    launcher.tick(1000.0)
+    launcher.tick(1000.5)
+    assert len(engine.killed) == 1, "a launcher that stood still blames nobody"

@@ -169,3 +169,23 @@ def both_moments_are_met(folder: Path) -> bool:
     assert len(set(epochs)) >= len(kills) + 1
     assert np.array_equal(counted(plan, folder / "store"), expected(batches))
     return len(kills) == 2
+
+
+def test_a_supervisor_that_is_stopped_is_started_again(tmp_path: Path) -> None:
+    """SIGSTOP: it does not end by itself, and nobody else could tell."""
+    batches = 300
+    plan = plan_of(tmp_path, batches, atomic=True, silent_seconds=3.0)
+    engine = LocalLauncher(tmp_path)
+    stopped: list[int] = []
+
+    def on_status(status: Status) -> None:
+        if not stopped and status.steps > 20:
+            stopped.append(engine.pids()[Peer("supervisor")])
+            engine.signal(Peer("supervisor"), signal.SIGSTOP)
+
+    result = run(plan, tmp_path, engine, {}, on_status)
+    assert (len(stopped), result.steps) == (1, batches)
+    said = [event for event in read_events(tmp_path) if event["event"] == "supervisor_lost"]
+    assert len(said) >= 1
+    assert "sent no report for" in said[0]["reason"]
+    assert np.array_equal(counted(plan, tmp_path / "store"), expected(batches))

@@ -164,6 +164,11 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
             {"slot": 2, "wrong": 3, "repaired": 2},
             "server 2: 3 parities did not agree with their rows, 2 of them were put right",
         ),
+        (
+            "network_updates_lost",
+            {"slot": 2, "updates": 3},
+            "server 2: its network lacks 3 updates, whose only copy a worker had",
+        ),
         ("data_lost", {"message": "server 1 died"}, "data was lost: server 1 died"),
         ("store_locked", {"message": "s3://a is locked"}, "the job waits for its store: s3://a is locked"),
         ("job_restored", {"version": 4, "step": 900}, "the job goes on from version 4, step 900"),

@@ -13,7 +13,7 @@ class Ledger(PushLedger[str]):
 
     def __init__(self, workers: int = 2) -> None:
         self.counted: list[str] = []
-        super().__init__(workers, self.counted.append)
+        super().__init__(workers, lambda worker, sequence, text: self.counted.append(text))
         self.adopt([WorkerInView(slot, 1) for slot in range(workers)])
 
 

@@ -121,6 +121,8 @@ class Twin:
         flat = np.zeros(network.rows * network.plan.dim, np.float32)
         flat[:NETWORK_WORDS] = SAMPLES
         self._network = flat.reshape(network.rows, network.plan.dim)
+        self.first = copy.deepcopy(self.shards)
+        """Before anything has counted."""
 
     def go_to(self, batches: NDArray[np.int64]) -> bool:
         """Have exactly these batches counted; False, and nothing changes, if others have already."""
@@ -146,7 +148,15 @@ def count_rows(batches: NDArray[np.int64]) -> Counts:
     return np.concatenate([np.bincount(found.reshape(-1), minlength=rows) for found, rows in tables])
 
 
-def counted(shards: Sequence[GroupShard]) -> list[Counts]:
-    """How many batches have touched each row, as Adagrad's sum of squares says it."""
-    tables, network = (np.round(shard.field("sum")[:, 0]).astype(np.int64) for shard in shards)
-    return [tables, network // SAMPLES**2]
+def counted(shards: Sequence[GroupShard], first: Sequence[GroupShard]) -> list[Counts]:
+    """How many batches have touched each row, as Adagrad's sum of squares says it, or with SGD how far it is
+    from its first value."""
+    if "sum" in [field.name for field in shards[0].plan.fields]:
+        tables, network = (np.round(shard.field("sum")[:, 0]).astype(np.int64) for shard in shards)
+        return [tables, network // SAMPLES**2]
+    moved = [
+        (old.field("weight")[:, 0] - new.field("weight")[:, 0]).astype(np.float64) / new.plan.optimizer.lr
+        for new, old in zip(shards, first, strict=True)
+    ]
+    tables, network = (np.round(distance).astype(np.int64) for distance in moved)
+    return [tables, network // SAMPLES]

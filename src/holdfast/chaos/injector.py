@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import signal
 import time
 from collections import Counter
@@ -92,6 +93,7 @@ class Injector:
     _chase: _Chase | None = None
     _in_push: set[Peer] = field(default_factory=set)
     _streams: list[_Stream] = field(default_factory=list)
+    _for_good: dict[str, list[tuple[Peer, Peer]]] = field(default_factory=dict)
 
     def start(self) -> None:
         """From now on faults happen."""
@@ -276,6 +278,22 @@ class Injector:
         one, other = (Peer("server", slot) for slot in fault.servers)
         self._cut(one, other, fault.seconds)
 
+    def _servers_apart_for_good(self, fault: Fault) -> None:
+        """Until the next two, or the end: every two have a third one between them."""
+        one, other = (Peer("server", slot) for slot in fault.servers)
+        if self.shape.servers > 2:
+            self._apart_for_good("servers", one, other, one_way=fault.one_way)
+        for slot in fault.servers:
+            self._touch(slot, self.shape.timing.stuck_seconds)
+
+    def _server_slow(self, fault: Fault) -> None:
+        """Changes that it keeps parities of arrive late, and so do its acknowledgements."""
+        (slot,) = fault.servers
+        until = time.monotonic() + _LATE_SECONDS
+        for other in range(self.shape.servers):
+            self._touch(other, _LATE_SECONDS + fault.seconds + self.shape.timing.stuck_seconds)
+            self.links.slow_link(Peer("server", other), Peer("server", slot), until, fault.seconds)
+
     def _server_delay(self, fault: Fault) -> None:
         for slot in range(self.shape.servers):
             self._touch(slot, _LATE_SECONDS + self.shape.timing.stuck_seconds)
@@ -308,11 +326,26 @@ class Injector:
     def _supervisor_pause(self, fault: Fault) -> None:
         self._stop("supervisor", 0, fault.seconds)
 
+    def _supervisor_freeze(self, fault: Fault) -> None:
+        """Whoever started it must end it: it does not wake up."""
+        self.processes.signal(Peer("supervisor"), signal.SIGSTOP)
+
     def _worker_cut_off(self, fault: Fault) -> None:
         self._cut(Peer("worker", fault.worker), Peer("supervisor"), fault.seconds)
 
     def _worker_apart(self, fault: Fault) -> None:
         self._cut(Peer("worker", fault.worker), Peer("server", fault.servers[0]), fault.seconds)
+
+    def _worker_apart_for_good(self, fault: Fault) -> None:
+        ends = Peer("worker", fault.worker), Peer("server", fault.servers[0])
+        if self.shape.servers > 1:
+            self._apart_for_good("worker", *ends, one_way=fault.one_way)
+
+    def _apart_for_good(self, which: str, one: Peer, other: Peer, *, one_way: bool) -> None:
+        for ends in self._for_good.pop(which, ()):
+            self.links.cut(*ends, 0.0)
+        self._for_good[which] = [(one, other)]
+        self.links.cut(one, other, math.inf, one_way=one_way)
 
     def _worker_delay(self, fault: Fault) -> None:
         self._slow(Peer("worker", fault.worker), fault.seconds)

@@ -25,8 +25,9 @@ class Processes(LocalLauncher):
         self._doomed: dict[Peer, float] = {}
 
     def signal(self, peer: Peer, number: int) -> None:
-        """As a job does it: its SIGKILL comes later."""
-        if number == signal.SIGKILL and peer in self.pids():
+        """As a job does it: its SIGKILL comes later. A supervisor's does not: the next one listens where it
+        did."""
+        if number == signal.SIGKILL and peer in self.pids() and peer.role != "supervisor":
             self._doomed.setdefault(peer, time.monotonic() + _AFTERLIFE_SECONDS)
             number = signal.SIGCONT
         super().signal(peer, number)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.chaos.checker import Checker
+from holdfast.chaos.counting import SAMPLES
 from holdfast.chaos.processes import orphans
 from holdfast.chaos.trial import Clock, Hang, Trial
 from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
@@ -24,7 +25,9 @@ from holdfast.options import ErasureCode, NoProtection, PartialRecovery, Replica
 from holdfast.training.config import Config, load
 from holdfast.training.session import make_folder
 
-TIMING = Timing(beat_seconds=0.1, silent_seconds=2.5, retry_seconds=0.2, stuck_seconds=4.0)
+TIMING = Timing(
+    beat_seconds=0.1, silent_seconds=2.5, retry_seconds=0.2, stuck_seconds=4.0, hopeless_seconds=45.0
+)
 LANES = LaneOptions(chunk_rows=128, scrub_seconds=1.0)
 """Recovery takes a second or two, so that something can happen meanwhile."""
 SAVE_SECONDS = 5.0
@@ -91,9 +94,13 @@ class ChaosOptions:
 
     def config(self, store: Path) -> Config:
         """Of the job."""
+        # Of a network that comes from a worker the optimizer's state begins anew: SGD has none, so that its
+        # weights tell how many batches have counted.
+        counts = ["optimizer.name=sgd", f"optimizer.lr={1 / SAMPLES}"] if self.dense == "workers" else []
         return load(
             None,
             [
+                *counts,
                 "model=holdfast.chaos.counting:Counting",
                 "data.build=holdfast.chaos.counting:Numbered",
                 f"data.arguments={{batches: {_BATCHES}, pace_seconds: {PACE_SECONDS}}}",

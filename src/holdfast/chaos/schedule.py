@@ -27,10 +27,12 @@ SERVER_KINDS: Final = {
     "server_cut_off": 2,
     "servers_apart": 2,
     "server_delay": 1,
+    "servers_apart_for_good": 1,
+    "server_slow": 1,
 }
 """Those that may take a server, and how often they are drawn. Pauses are shorter than the time-out, freezes
 longer; one that is cut off from the supervisor goes on with its work when it has been replaced."""
-TAKES_ANY: Final = ("servers_apart", "server_delay")
+TAKES_ANY: Final = ("servers_apart", "servers_apart_for_good", "server_delay", "server_slow")
 """Those of which nobody can say whom they take: whoever cannot be reached by somebody is replaced."""
 TWO_KINDS: Final = {"two_servers_kill": 3}
 """If the code covers two."""
@@ -45,7 +47,9 @@ OTHER_KINDS: Final = {
     "worker_apart": 2,
     "supervisor_kill": 2,
     "supervisor_pause": 1,
+    "supervisor_freeze": 1,
     "worker_delay": 2,
+    "worker_apart_for_good": 1,
 }
 DESCRIPTIONS: Final = {
     "server_kill": "kill -9",
@@ -70,7 +74,11 @@ DESCRIPTIONS: Final = {
     "worker_apart": "does not reach a server",
     "worker_delay": "its messages are late and out of order",
     "supervisor_kill": "kill -9",
-    "supervisor_pause": "stopped",
+    "supervisor_pause": "stopped, for less than the time-out",
+    "supervisor_freeze": "stopped for good",
+    "servers_apart_for_good": "one does not reach the other any more, or neither",
+    "worker_apart_for_good": "likewise, of a worker and a server",
+    "server_slow": "hears other servers late: a slow parity server",
 }
 """In a few words, by the name under which they are counted."""
 
@@ -90,6 +98,8 @@ class Fault:
     worker: int = 0
     seconds: float = 0.0
     """That it lasts, or that messages are late at most."""
+    one_way: bool = False
+    """Whether only the first of two does not reach the other."""
     moments: tuple[Moment, ...] = ()
     """When replacements are killed, one after the other."""
 
@@ -162,15 +172,19 @@ def _with_details(dice: random.Random, fault: Fault, shape: Shape) -> Fault:
         fault = replace(fault, seconds=dice.uniform(0.1, 0.5) * silent)
     elif kind.endswith(("_freeze", "_cut_off")):
         fault = replace(fault, seconds=dice.uniform(1.2, 2.5) * silent)
+    elif kind.endswith("_for_good"):
+        fault = replace(fault, one_way=dice.random() < 0.5)
     elif kind.endswith("_apart"):
         fault = replace(fault, seconds=dice.uniform(0.2, 2.5) * stuck)
+    elif kind == "server_slow":
+        fault = replace(fault, seconds=dice.uniform(0.1, 0.5) * stuck)
     elif kind.endswith("_delay"):
         fault = replace(fault, seconds=dice.uniform(0.02, 0.2) * silent)
     elif kind == "replacement_kill":
         moments: tuple[Moment, ...] = ("coming", "recovering", "rebuilding")
         count = dice.randint(1, _MOST_KILLS_OF_REPLACEMENTS)
         fault = replace(fault, moments=tuple(dice.choices(moments, k=count)))
-    if kind in ("servers_apart", "two_servers_kill"):
+    if kind in ("servers_apart", "servers_apart_for_good", "two_servers_kill"):
         fault = replace(fault, servers=(slot, (slot + dice.randrange(1, shape.servers)) % shape.servers))
     elif kind == "too_many_servers_kill":
         # Neighbours: they have stripes in common.

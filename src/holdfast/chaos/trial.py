@@ -20,7 +20,7 @@ from holdfast.chaos.processes import Processes
 from holdfast.chaos.schedule import Shape, points_of_pushes
 from holdfast.cluster.job import JobResult, Runner
 from holdfast.cluster.loop import LINKS_FILE
-from holdfast.cluster.messages import Status
+from holdfast.cluster.messages import Peer, Status
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transport.links import Links
 from holdfast.errors import DataLoss, HoldfastError, NoSuchVersion
@@ -103,6 +103,7 @@ class Trial:
         self._scrubbed: dict[tuple[int, int], tuple[int, int]] = {}
         self._scrubbed_before: dict[tuple[int, int], int] = {}
         self._versions: set[int] = set()
+        self._network_lost: dict[Peer, int] = {}
         self._recovered: set[float] = set()
         self._on_progress = on_progress
         self._shown = 0.0
@@ -163,6 +164,7 @@ class Trial:
             if node.peer.role == "server":
                 found = node.redundancy
                 self._scrubbed[node.peer.slot, node.peer.incarnation] = found.scrubbed, found.wrong
+                self._note_lost(node.peer, found.updates_lost)
         if status.steps > self._steps:
             self._steps, self._moved = status.steps, now
         self._recovered |= {h.at for h in status.happened if h.event == "server_recovered"}
@@ -170,6 +172,13 @@ class Trial:
         if newest and newest[0] not in self._versions:
             self._versions.add(newest[0])
             self._checker.check_version(newest[0])
+
+    def _note_lost(self, server: Peer, updates: int) -> None:
+        """A server has said how many pushes its network lacks for good."""
+        before = self._network_lost.get(server, 0)
+        if updates > before:
+            self._network_lost[server] = updates
+            self._checker.network_lost[server.slot] += updates - before
 
     def _step(self) -> bool:
         """Called many times a second: let happen what is due; says whether the job is to end."""

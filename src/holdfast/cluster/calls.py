@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.cluster.copies import Copies, Copy
 from holdfast.cluster.messages import (
     START,
     Commit,
@@ -32,6 +33,7 @@ from holdfast.cluster.messages import (
     ServerInView,
 )
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.routes import Routes
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
 from holdfast.cluster.wire import Message
 
@@ -131,8 +133,8 @@ class Calls:
         self.kept_sequence = 0
         """The last push that all servers keep, whatever fails that the code covers, and its batch."""
         self.kept_batch: Position = START
-        self.network: tuple[Spread, Floats] | None = None
-        """The rows of the last group as this worker knew them last: a server that lost them takes these."""
+        self._copies = Copies(me, plan)
+        """Of the network: a server that lost it takes them."""
         self._plan = plan
         self._first_values = first_values
         self._servers: dict[int, ServerInView] = {}
@@ -141,6 +143,9 @@ class Calls:
         self._kept = [0] * plan.servers
         self._installed_groups = [g for g, group in enumerate(plan.groups) if group.initial == "installed"]
         self._ask_kept = 0.0
+        self._refresh = PullCall()
+        self.routes = Routes(me, plan, self._started_servers)
+        self._spreads: Sequence[Spread] = ()
         self._requests = 0
         self._now = 0.0
         self._ticked = 0.0
@@ -181,7 +186,12 @@ class Calls:
             for pull in self._pulls.values():
                 if server.slot in pull.questions:
                     pull.questions[server.slot].asked = self._now
+                    pull.questions[server.slot].refused = -math.inf
                     self._send(server.slot, pull.questions[server.slot])
+
+    def copy_of(self, server: int) -> Copy | None:
+        """What this worker could give a server that has lost its part of the network."""
+        return self._copies.get(server)
 
     @property
     def certain(self) -> int:
@@ -231,6 +241,7 @@ class Calls:
                 s for s in range(self._plan.servers) if len(call.spread.places[call.spread.at(s)])
             }
         self._pushes.append(call)
+        self._spreads = spreads
         self._ask_kept = now + self._plan.timing.retry_seconds
         for server in range(self._plan.servers):
             parts: list[Part] = []
@@ -251,6 +262,8 @@ class Calls:
         known = self._servers.get(server)
         if known is None or known.incarnation != envelope.source.incarnation:
             return
+        if not isinstance(message, Lacks):  # that one says nothing of what was asked
+            self.routes.trust(envelope.source, now)
         if isinstance(message, Rows):
             self._take_rows(server, message, envelope.frames)
         elif isinstance(message, Pushed):
@@ -261,7 +274,7 @@ class Calls:
         elif isinstance(message, Refused):
             self._take_refusal(server, message)
         elif isinstance(message, Lacks) and not self._install(server, message.groups):
-            self._post(server, Install(()), ())
+            self._post(server, Install((), kept=self.kept_sequence), ())
 
     def tick(self, now: float) -> None:
         """Ask again where an answer is overdue."""
@@ -278,10 +291,13 @@ class Calls:
             self._ask_kept = now + self._plan.timing.retry_seconds
             for server, kept in enumerate(self._kept):
                 if kept < self._pushes[-1].sequence:
+                    self._doubt(server)
                     self._post(server, Commit(self._pushes[-1].sequence), ())
+            self._pull_copies()
         for call in self._open():
             for server, question in call.questions.items():
                 if now >= question.again:
+                    self._doubt(server)
                     question.patience *= 2
                     question.again = now + question.patience
                     self._send(server, question)
@@ -304,7 +320,10 @@ class Calls:
     def _keep(self, server: int, sequence: int) -> None:
         """A server keeps all pushes up to this one; what all of them keep need not be sent again."""
         self._kept[server] = max(self._kept[server], sequence)
-        kept = min(self._kept)
+        self._drop_kept()
+
+    def _drop_kept(self) -> None:
+        kept = min(*self._kept, self._copies.contain) if self._copies.holders else min(self._kept)
         while self._pushes and self._pushes[0].sequence <= kept and self._pushes[0].done:
             call = self._pushes.popleft()
             self.kept_sequence, self.kept_batch = call.sequence, call.batch
@@ -314,8 +333,12 @@ class Calls:
         if call is None or server not in call.questions:
             return
         if message.not_installed:
-            if self._install(server, message.not_installed):
-                self._send(server, call.questions[server])
+            unanswered = call.questions[server]
+            wait = self._plan.timing.retry_seconds if self._has_moved(server) else 0.0
+            if self._now >= unanswered.refused + wait:  # it may wait for another worker's copy
+                unanswered.refused = self._now
+                if self._install(server, message.not_installed):
+                    self._send(server, unanswered)
             return
         question = call.questions[server].message
         assert isinstance(question, Pull)
@@ -329,35 +352,47 @@ class Calls:
         del call.questions[server]
         if call.done:
             del self._pulls[message.request]
-            if len(call.spreads[-1].places):
-                self.network = call.spreads[-1], call.rows[-1]
+        here = call.spreads[-1].at(server)
+        self._copy(server, message.marks, call.spreads[-1].places[here], call.rows[-1][here])
 
     def _install(self, server: int, groups: Sequence[int]) -> bool:
         """Send a server values of groups: first ones, or those of the network that it has lost. False: this
         worker has none."""
         network = len(self._plan.groups) - 1
-        moved = self._plan.dense == "workers" and self._has_moved(server)
-        known = self._known_network(server) if moved else None
-        if moved and network in groups and known is None:
+        moved = server in self._copies.holders and self._has_moved(server)
+        copy = self._copies.get(server) if moved else None
+        if moved and network in groups and copy is None:
             return False  # first values would undo what has been learned
         parts: list[Part] = []
         frames: list[Frame] = []
         for group in groups:
-            spread, values = known if known and group == network else self._first_values(group)
-            here = spread.at(server)
-            parts.append(Part(group, here.stop - here.start))
-            frames += [spread.places[here], values[here]]
-        self._post(server, Install(tuple(parts)), frames)
+            if copy is not None and group == network:
+                places, values = copy.places, copy.weights
+            else:
+                spread, first = self._first_values(group)
+                places, values = spread.places[spread.at(server)], first[spread.at(server)]
+            parts.append(Part(group, len(places)))
+            frames += [places, values]
+        nothing = (0,) * self._plan.workers if self._copies.holders else ()
+        marks, pushed = (copy.marks, copy.pushed) if copy is not None else (nothing, 0)
+        self._post(server, Install(tuple(parts), marks, pushed, self.kept_sequence), frames)
         return True
 
-    def _known_network(self, server: int) -> tuple[Spread, Floats] | None:
-        """A server's part of the network, if this worker has it."""
-        if self.network is not None:
-            return self.network
-        for call in self._pulls.values():
-            if len(call.spreads[-1].places) and server not in call.questions:
-                return call.spreads[-1], call.rows[-1]  # others have not answered yet
-        return None
+    def _copy(
+        self, server: int, marks: tuple[int, ...], places: NDArray[np.uint32], rows: Floats, pushed: int = 0
+    ) -> None:
+        """Keep what a server sent of the network, if it is for keeping."""
+        if len(marks) == self._plan.workers and server in self._copies.holders:
+            incarnation = self._servers[server].incarnation
+            self._copies.take(server, Copy(incarnation, places, rows, marks, pushed))
+            self._drop_kept()
+
+    def _pull_copies(self) -> None:
+        """Ask for copies of the network that contain the last push, if nothing else brings them."""
+        if self._copies.holders and self._refresh.done and self._copies.contain < self._pushes[-1].sequence:
+            *others, network = self._spreads
+            nothing = [empty_spread(self._plan.servers)] * len(others)
+            self._refresh = self.pull([*nothing, network], self._now, self._pushes[-1].sequence)
 
     def _has_moved(self, server: int) -> bool:
         """Whether a server's rows were no longer the first values when its last incarnation died."""
@@ -373,8 +408,10 @@ class Calls:
             here = call.spread.at(server)
             shape = (here.stop - here.start, call.returned.shape[1])
             if len(frames) == 1 and message.rows == shape[0]:
-                call.returned[here] = as_array(frames[0], np.float32, shape)
+                rows = call.returned[here] = as_array(frames[0], np.float32, shape)
                 call.lacking.discard(server)
+                pushed = 0 if message.applied else message.sequence
+                self._copy(server, message.marks, call.spread.places[here], rows, pushed)
         if message.applied:
             del call.questions[server]
         elif not call.committing and isinstance(call.questions[server].message, Push):
@@ -428,7 +465,15 @@ class Calls:
         known = self._servers.get(server)
         if known is not None:  # else it is sent when a view names the server
             target = Peer("server", server, known.incarnation)
-            self.outbox.append(Envelope(self.me, target, message, frames))
+            self.outbox.extend(self.routes.ways_to(Envelope(self.me, target, message, frames), self._now))
+
+    def _doubt(self, server: int) -> None:
+        known = self._servers.get(server)
+        if known is not None:
+            self.routes.doubt(Peer("server", server, known.incarnation), self._now)
+
+    def _started_servers(self) -> list[Peer]:
+        return [Peer("server", s.slot, s.incarnation) for s in self._servers.values()]
 
 
 def empty_spread(servers: int) -> Spread:

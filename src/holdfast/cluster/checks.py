@@ -28,6 +28,7 @@ from holdfast.cluster.messages import (
     Push,
     Pushed,
     Redundancy,
+    Relay,
     Rows,
     Saved,
     ServerInView,
@@ -47,7 +48,7 @@ from holdfast.cluster.stripe_messages import (
     Values,
 )
 from holdfast.cluster.transport.base import Envelope, Frame, as_array
-from holdfast.cluster.wire import ROUTES, Message
+from holdfast.cluster.wire import ROUTES, Message, decode
 from holdfast.coding.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class _Checks:
             Lacks: self._lacks,
             Push: self._push,
             Pushed: self._pushed,
+            Relay: self._relay,
             Change: self._change,
             Values: self._values,
             Forget: self._forget,
@@ -142,9 +144,11 @@ class _Checks:
             self._group(part.group)
             _size(frame, part.rows, _WORD * self._plan.groups[part.group].dim)
         self._installable(message.not_installed)
+        self._contained(message.marks)
 
     def _install(self, message: Install, frames: Sequence[Frame], source: Peer) -> None:
         self._valued(message.parts, frames)
+        self._contained(message.marks)
 
     def _lacks(self, message: Lacks, frames: Sequence[Frame], source: Peer) -> None:
         _count(frames, 0)
@@ -159,6 +163,25 @@ class _Checks:
         if message.rows or frames:
             _count(frames, 1)
             _size(frames[0], message.rows, _WORD * self._plan.groups[-1].dim)
+        self._contained(message.marks)
+
+    def _relay(self, message: Relay, frames: Sequence[Frame], source: Peer) -> None:
+        """What is inside is checked by whom it is for, and its sender by who passes it on first."""
+        header = decode(message.header)
+        route = header.source.role, header.target.role
+        if header.job != self._plan.job or type(header.message) is Relay:
+            raise ValueError("what it passes on is of another job, or passed on itself")
+        if "supervisor" in route or route not in ROUTES[type(header.message)]:
+            raise ValueError(f"a {route[0]} does not send a {route[1]} what it passes on")
+        if source.role == "worker" and header.source != source:
+            raise ValueError(f"a worker passes on what {header.source} sent")
+        for peer in (header.source, header.target):
+            self._slot(peer.role, peer.slot)
+
+    def _contained(self, marks: Sequence[int]) -> None:
+        """The newest push of each worker; none where servers know that themselves."""
+        if marks and (len(marks) != self._plan.workers or min(marks) < 0):
+            raise ValueError(f"pushes {marks} of {self._plan.workers} workers")
 
     def _valued(self, parts: Sequence[Part], frames: Sequence[Frame]) -> None:
         """Places and values of each part."""

@@ -2,16 +2,37 @@
 
 Those are the network's first values, and if a server takes over its rows where workers are the only copies of
 it. Nobody needs to pull for that: workers that hold, or are done, answer as well.
+
+A copy of the network comes with marks: the newest push of each worker that it contains. What a server sends
+to workers it sends at one instant after the other, so of two copies the newer one contains all that the older
+one does. A worker sends a push again until its own copy contains it. So the newest copy of all workers lacks
+nothing that nobody could send again, unless a worker died: then what only its copy contained is lost to the
+network, and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from holdfast.cluster.messages import Install, Lacks, Peer, View
+from holdfast.cluster.messages import Install, Lacks, Peer, View, WorkerInView
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.updates import Update
 from holdfast.tables.shard import GroupShard
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A worker's copy of the network."""
+
+    source: Peer
+    message: Install
+    update: Update
+
+    def contains(self, marks: Sequence[int]) -> bool:
+        """Whether these pushes of each worker are in it."""
+        return all(mine >= mark for mine, mark in zip(self.message.marks, marks, strict=True))
 
 
 class Installing:
@@ -22,20 +43,39 @@ class Installing:
         plan: the job's.
         shards: its rows, of each group.
         outbox: where questions go.
+        doubt: called with a worker that has not answered (see ``routes``).
     """
 
-    def __init__(self, me: Peer, plan: JobPlan, shards: Sequence[GroupShard], outbox: list[Envelope]) -> None:
+    def __init__(
+        self,
+        me: Peer,
+        plan: JobPlan,
+        shards: Sequence[GroupShard],
+        outbox: list[Envelope],
+        doubt: Callable[[Peer, float], None] = lambda target, now: None,
+    ) -> None:
         self._me, self._plan, self._shards, self._outbox = me, plan, shards, outbox
-        self._ask_again = 0.0
+        self._lacking = tuple(range(len(shards)))
+        self.network = len(shards) - 1
+        """The network's group."""
+        self._ask_again, self._began = 0.0, -1.0
+        self._doubt = doubt
         self._without: set[Peer] = set()
         """Workers that have none: none can come to have any, since that takes rows of this server."""
+        self._offers: dict[Peer, Offer] = {}
         self.lost = False
         """Whether nobody has them."""
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Those that are lacking."""
-        return tuple(g for g, shard in enumerate(self._shards) if not shard.installed)
+        """Those that are lacking. What is there stays there."""
+        if self._lacking:
+            self._lacking = tuple(g for g in self._lacking if not self._shards[g].installed)
+        return self._lacking
+
+    def look_again(self) -> None:
+        """The server has taken its slot over: what it had before says nothing."""
+        self._lacking = tuple(range(len(self._shards)))
 
     @property
     def rows(self) -> int:
@@ -47,6 +87,33 @@ class Installing:
         if not message.parts:
             self._without.add(source)
 
+    def offer(self, source: Peer, message: Install, update: Update) -> None:
+        """Note a worker's copy of the network."""
+        if len(message.marks) != self._plan.workers:
+            raise ValueError(f"a copy with {len(message.marks)} marks, of {self._plan.workers} workers")
+        self._offers.setdefault(source, Offer(source, message, update))
+
+    def choose(self, view: View, marks: Sequence[int]) -> Offer | None:
+        """The newest copy, once it is certain that no worker has a newer one that is needed.
+
+        Args:
+            view: names those who may have one.
+            marks: up to here workers may be unable to push again.
+        """
+        workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]
+        offers = [self._offers[peer] for peer in workers if peer in self._offers]
+        if not offers:
+            return None
+        newest = max(offers, key=lambda offer: sum(offer.message.marks))
+        if newest.contains(marks) or all(p in self._offers or p in self._without for p in workers):
+            return newest
+        return None
+
+    def kept(self, worker: WorkerInView) -> int:
+        """The newest push of a worker that it cannot send again, as far as is known."""
+        offer = self._offers.get(Peer("worker", worker.slot, worker.incarnation))
+        return max(worker.sequence if worker.starts else 0, offer.message.kept if offer else 0)
+
     def tick(self, view: View, now: float) -> None:
         """Ask those who may have them, when it is time; find out that nobody has."""
         groups = self.groups
@@ -57,5 +124,9 @@ class Installing:
         workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]
         asked = [peer for peer in workers if peer not in self._without]
         self.lost = bool(workers) and not asked
+        self._began = now if self._began < 0 else self._began
+        long = now - self._began > self._plan.timing.stuck_seconds  # its process may not be there yet
         for peer in asked:
+            if long and peer not in self._offers:
+                self._doubt(peer, now)
             self._outbox.append(Envelope(self._me, peer, Lacks(groups)))

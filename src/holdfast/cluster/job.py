@@ -41,6 +41,7 @@ from holdfast.cluster.transport.address import LOCAL
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.private import private_folder
 from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.watching import SupervisorWatch
 from holdfast.errors import DataLoss, JobFailed, ServerLost, WorkerFailed
 from holdfast.events import EventLog
 from holdfast.options import Kill
@@ -142,6 +143,9 @@ class Launcher:
         self._template = template
         self._keys = keys
         self._current: dict[tuple[str, int], Peer] = {}
+        self.silences: list[float] = []
+        """How long supervisors were silent that were killed for it; whoever takes note takes them out."""
+        self._watch = SupervisorWatch(template.plan.timing)
         self._supervisors = 0
         self._left_at: float | None = None  # the supervisor ended, with the job
         self._died_at = 0
@@ -153,6 +157,7 @@ class Launcher:
         message = envelope.message
         if not self.admission.admits(envelope):
             return
+        self._watch.hear(now)
         if isinstance(message, Status):
             self.status = message
         elif isinstance(message, View) and message.number > self.view.number:
@@ -177,6 +182,7 @@ class Launcher:
         """Say what has ended, again and again, and start the supervisor again if it is among it."""
         self._now = now
         self._keep_spares()
+        self._watch_supervisor(now)
         for peer, code in self._engine.exited():
             if peer.role == "supervisor" and self.view.phase != "stopping":
                 steps = self.status.steps if self.status is not None else 0
@@ -188,6 +194,7 @@ class Launcher:
                         "logs"
                     )
                 self._engine.start(self._assignment(peer))
+                self._watch.start(now)
                 self.started.append(peer)
             elif peer.role == "supervisor":
                 self._left_at = now
@@ -204,6 +211,15 @@ class Launcher:
         )
         beat = Beat(state, self.view.number, exited=tuple(self.exited))
         self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
+
+    def _watch_supervisor(self, now: float) -> None:
+        """End a supervisor that has fallen silent, as one that is stopped: like one that ended by itself, it
+        is started again."""
+        silent = self._watch.silence(now) if self._left_at is None else 0.0
+        if silent:
+            self.silences.append(silent)
+            self._engine.signal(self._template.me, signal.SIGKILL)
+            self._watch.start(now)
 
     def start(self, peer: Peer) -> None:
         """Fill a slot, if no process of this incarnation does; an older one is no longer wanted."""
@@ -377,6 +393,9 @@ class Runner:
         for peer in launcher.started:
             self.say("process_started", **_process(peer, pids.get(peer, 0)))
         launcher.started.clear()
+        for seconds in launcher.silences:
+            self.say("supervisor_lost", reason=f"sent no report for {seconds:.1f} s")
+        launcher.silences.clear()
 
     def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
         """Kill those whose time has come, and strike them off the list."""
@@ -433,10 +452,12 @@ class Runner:
                 f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
                 f"without them; {self._cure(status)} (logs: {logs})"
             )
-        if kind in ("lost", "network"):
+        if kind in ("lost", "network", "stalled"):
             why = f"more servers have died than a code of {self.plan.k} + {self.plan.r} covers"
             if self.plan.partial:
                 why = self.plan.partial_reason if self.plan.partial == "full" else "no server is left"
+            if kind == "stalled":
+                why = "the job cannot go on with these processes"
             if kind == "network":
                 why = "only workers had copies, and none that has computed with them is left"
             return DataLoss(

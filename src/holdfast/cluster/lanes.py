@@ -1,9 +1,11 @@
 """Lanes: an owner's messages to one parity server, in order, each exactly once.
 
-Messages are numbered; the receiver takes the one that comes next, drops all others and says up to where it
-has come; the sender keeps what is not acknowledged and sends it again. Both ends are of one incarnation
-each: a server that was replaced has new lanes. Batches of changes have numbers of their own, the same in all
-lanes of an owner, so that parity servers can agree on how much of a dead owner's work counts.
+Messages are numbered; the receiver takes the one that comes next, lays those aside that come too early, and
+says up to where it has come. The sender keeps what is not acknowledged, and sends the oldest again, ever more
+rarely: if only that one was lost, all others count with it, and a receiver that is slow is not given more to
+do. Both ends are of one incarnation each: a server that was replaced has new lanes. Batches of changes have
+numbers of their own, the same in all lanes of an owner, so that parity servers can agree on how much of a
+dead owner's work counts.
 """
 
 from __future__ import annotations
@@ -65,15 +67,16 @@ class OutLane:
             if isinstance(message, Change) and not message.more:
                 self.batch = message.instant.batch
         if taken:
-            self.since, self._patience, self._again = now, patience, now + patience
+            self.since, self._patience = now, max(patience, self._patience / 2)
+            self._again = now + self._patience
 
-    def overdue(self, now: float) -> Sequence[Envelope]:
-        """What to send again."""
+    def overdue(self, now: float) -> Envelope | None:
+        """What to send again, if it is time: the oldest message."""
         if not self._waiting or now < self._again:
-            return ()
+            return None
         self._patience *= 2
         self._again = now + self._patience
-        return tuple(self._waiting)
+        return self._waiting[0]
 
 
 def _number_of(envelope: Envelope) -> int:
@@ -106,6 +109,21 @@ class InLane:
     log: deque[LoggedChange] = field(default_factory=deque)
     """Batches that other parity servers may lack."""
     _begun: list[tuple[Change, Sequence[Frame]]] = field(default_factory=list)
+    _early: dict[int, Envelope] = field(default_factory=dict)
+    _early_bytes: int = 0
+
+    def lay_aside(self, number: int, envelope: Envelope, most_bytes: int) -> None:
+        """Keep a message until those before it have come, unless there are too many already."""
+        if number not in self._early and self._early_bytes + envelope.nbytes() <= most_bytes:
+            self._early[number] = envelope
+            self._early_bytes += envelope.nbytes()
+
+    def next_early(self) -> Envelope | None:
+        """The next message, if it has come before its time."""
+        envelope = self._early.pop(self.number + 1, None)
+        if envelope is not None:
+            self._early_bytes -= envelope.nbytes()
+        return envelope
 
     def begin(self, message: Change, frames: Sequence[Frame]) -> None:
         """The next message is the beginning of a batch: it counts with the rest of it."""
@@ -139,6 +157,7 @@ class InLane:
         """Go back to an instant, for good; what has to be undone, the newest first."""
         undone = []
         self._begun.clear()
+        self._early.clear()
         while self.log and self.log[-1].instant.batch > cut.batch:
             undone.append(self.log.pop())
         self.now = self.log[-1].instant if self.log else self.first

@@ -51,6 +51,8 @@ class ServerMember(Member):
     """Whether it has said that it has all rows: beats may overtake each other, but rows stay."""
     wrong: tuple[int, int] = (0, 0)
     """Parities that did not agree with their members, and how many of those were made anew."""
+    updates_lost: int = 0
+    """Pushes that its network lacks for good."""
 
     @property
     def marks(self) -> tuple[WorkerMark, ...]:
@@ -113,6 +115,6 @@ class Cut:
 class Failure:
     """Why the job ends early."""
 
-    kind: Literal["server", "worker", "lost", "network", "error"]
+    kind: Literal["server", "worker", "lost", "network", "stalled", "error"]
     peer: Peer
     text: str

@@ -24,10 +24,20 @@ from holdfast.cluster.checks import Admission
 from holdfast.cluster.epochs import Storage, Views
 from holdfast.cluster.evaluations import Evaluations
 from holdfast.cluster.members import Cut, Failure, ServerMember, WorkerMember
-from holdfast.cluster.messages import Beat, Evaluation, Exit, Peer, Saved, ServerInView, View
+from holdfast.cluster.messages import (
+    Beat,
+    Evaluation,
+    Exit,
+    Peer,
+    Saved,
+    ServerInView,
+    View,
+    ViewNumber,
+)
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.recoveries import RecoveryLog
 from holdfast.cluster.settling import what_counts
+from holdfast.cluster.stalls import Stalls
 from holdfast.cluster.tally import Tally
 from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.cluster.wire import Message
@@ -77,6 +87,9 @@ class Supervisor:
         self.finished = False
         self._keeper = keeper
         self._hold = False
+        self._launcher_beat: Beat | None = None
+        self._look_again = 0.0
+        self._advanced = ViewNumber()
         self._ticked = now
         self._views = Views(plan, storage, self._tell)
         self._first = self.view.number
@@ -97,6 +110,7 @@ class Supervisor:
         ]
         self._tally = Tally(plan, self.servers, self.workers)
         self._evaluations = Evaluations(self._first.epoch, test_every, self.steps())
+        self._stalls = Stalls(plan, self.servers, now)
         self._log = RecoveryLog(plan, self.servers, self.workers, self._tally, self.events)
 
     @property
@@ -123,6 +137,8 @@ class Supervisor:
         if not isinstance(beat, Beat):
             return
         if source.role == "launcher":
+            news = beat != self._launcher_beat
+            self._launcher_beat = beat
             for exited in beat.exited:
                 self._note_exit(exited, now)
             if beat.state == "done":
@@ -132,10 +148,12 @@ class Supervisor:
             member = self._member(source)
             if member is None:
                 return
+            news = source.incarnation == member.incarnation and beat != member.beat
             if source.incarnation == member.incarnation:
                 member.beat, member.heard = beat, now
                 self._look_at(member, beat, now)
-        self.advance(now)
+        if news:  # most beats say what the last one said
+            self.advance(now)
         if beat.view < self.view.number:
             self._send(source, self.view)
 
@@ -149,12 +167,19 @@ class Supervisor:
             for member in [*self.servers, *self.workers]:
                 member.since += stood_still
                 member.heard = None if member.heard is None else member.heard + stood_still
+            self._stalls.forgive(stood_still)
         members: list[ServerMember | WorkerMember] = [*self.servers, *self.workers]
         for member in members:
             silence = now - (member.since if member.heard is None else member.heard)
             if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
                 self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
-        self.advance(now)
+        if self._keeper is not None or self.view.number != self._advanced:
+            self.advance(now)
+        if self.view.phase != "starting" and now >= self._look_again:
+            self._look_again = now + timing.beat_seconds
+            stalled = self._stalls.look(self.steps(), members, now)
+            if stalled is not None:
+                self._fail(stalled)
 
     def request_cut(self, version: int, *, baseline: bool = True, whole: bool = True) -> None:
         """Make a consistent cut of all rows for this version: workers hold, servers copy, workers go on.
@@ -208,6 +233,7 @@ class Supervisor:
 
     def advance(self, now: float) -> None:
         """Do whatever what is known allows."""
+        self._advanced = self.view.number
         if self.view.phase == "stopping":
             return
         for server in self.servers:
@@ -350,10 +376,19 @@ class Supervisor:
                 beat.view >= self.view.servers[s].since for s in beat.stuck_on
             ):
                 self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
-        elif member.role == "server" and beat.stuck_on and all(s.sound for s in self.servers):
-            # Two servers cannot talk to each other: one is replaced, while all others have their rows.
-            other = self.servers[beat.stuck_on[0]]
-            self._lose(other, f"cannot be reached by server {member.slot}", now)
+        elif member.role == "server":
+            # Two servers cannot talk to each other: one is replaced, if the code covers that.
+            for other in [self.servers[s] for s in beat.stuck_on if 0 <= s < len(self.servers)]:
+                known = other.stage == "started" and beat.view >= self.view.servers[other.slot].since
+                if known and self._can_lose(other):
+                    self._lose(other, f"cannot be reached by server {member.slot}", now)
+                    return
+
+    def _can_lose(self, victim: ServerMember) -> bool:
+        """Whether no ring lacks more servers than the code covers if this one is gone, too."""
+        gone = {victim.slot} | {server.slot for server in self.servers if not server.sound}
+        ring = self.plan.placement.ring(victim.slot)
+        return len(gone.intersection(ring)) <= self.plan.r
 
     def _note_exit(self, exited: Exit, now: float) -> None:
         member = self._member(exited.peer)
@@ -395,6 +430,7 @@ class Supervisor:
         member.since, member.heard, member.beat = now, None, None
         if isinstance(member, ServerMember):
             self._log.note_loss(member, now)
+            self._stalls.note_loss()
             self._views.replace_server(member.slot)
             self._give_up_cut()
         else:

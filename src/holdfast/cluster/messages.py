@@ -68,15 +68,25 @@ class Rows(Struct, frozen=True, array_like=True, tag="rows"):
     request: int
     parts: tuple[Part, ...]
     not_installed: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+    """Where workers have the only copies of the network, and it is among the rows: the newest push of each
+    worker that they contain."""
 
 
 class Install(Struct, frozen=True, array_like=True, tag="install"):
     """Worker → server: first values of a group. Frames: places, weights. Only the first one counts.
 
-    Without parts it answers ``Lacks``: this worker has none.
+    Without parts it answers ``Lacks``: this worker has none. A server that takes over from one whose network
+    only workers have copies of takes the newest copy (see ``installing``).
     """
 
     parts: tuple[Part, ...]
+    marks: tuple[int, ...] = ()
+    """A copy of the network: the newest push of each worker that it contains; …"""
+    pushed: int = 0
+    """… the sender's own one if it contains that, too, though the server had not applied it yet."""
+    kept: int = 0
+    """The sender's newest push that it can no longer send again."""
 
 
 class Lacks(Struct, frozen=True, array_like=True, tag="lacks"):
@@ -117,6 +127,8 @@ class Pushed(Struct, frozen=True, array_like=True, tag="pushed"):
     kept: int = 0
     """The newest push of this worker that no failure which the code covers can undo."""
     rows: int = 0
+    marks: tuple[int, ...] = ()
+    """As in ``Rows``. The rows of a push that is only staged contain that one, too."""
 
 
 class Kept(Struct, frozen=True, array_like=True, tag="kept"):
@@ -136,6 +148,14 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     reason: Literal["stale", "not staged", "not installed", "gap", "malformed"]
     sequence: int = 0
     request: int = 0
+
+
+class Relay(Struct, frozen=True, array_like=True, tag="relay"):
+    """Worker or server → server → server or worker: a message whose sender cannot reach its target directly
+    (see ``routes``). Frames: the message's."""
+
+    header: bytes
+    """As ``wire`` encodes it, with source and target."""
 
 
 class WorkerMark(Struct, frozen=True, array_like=True):
@@ -204,6 +224,8 @@ class Redundancy(Struct, frozen=True, array_like=True):
     """Rows whose first values have not come; if the server took over, ``rows`` counts them, too."""
     network_lost: bool = False
     """Whether rows of the network are lost that only workers had copies of, or that no version has."""
+    updates_lost: int = 0
+    """Pushes that the network lacks for good: the worker that had the only newer copy died, too."""
 
 
 class Figures(Struct, frozen=True, array_like=True):

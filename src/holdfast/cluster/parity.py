@@ -55,6 +55,11 @@ class ParityShard:
                     self.code.update(self.records, blocks * r + t, t, m, first)
 
     @property
+    def complete(self) -> bool:
+        """Whether all parities are known to be whole: quicker than to count them."""
+        return self._lacks is None
+
+    @property
     def lacking(self) -> int:
         """How many parities are not whole."""
         return 0 if self._lacks is None else int(self._lacks.any(0).sum())

@@ -26,7 +26,10 @@ class Timing(Struct, frozen=True, kw_only=True):
     retry_seconds: float = 1.0
     """Before a message that was not answered is sent again; doubled each time."""
     stuck_seconds: float = 10.0
-    """A worker that has waited so long for a server reports it."""
+    """A worker or server that has waited so long for a server reports it."""
+    hopeless_seconds: float = 300.0
+    """If servers lack rows or cannot reach each other, and for so long nothing comes back and no batch
+    counts, the job goes back to its checkpoint. Longer than a process may take to start."""
 
 
 CHUNK_BYTES = 1 << 20

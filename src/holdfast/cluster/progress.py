@@ -279,15 +279,16 @@ def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
             text = f"{who}: {figures['rows']:,} rows recovered{_after(figures, 'in')}{found}"
         case "redundancy_restored":
             text = f"all rows and parities are there again{_after(figures)}"
+        case "network_updates_lost":
+            text = f"{who}: its network lacks {figures['updates']:,} updates, whose only copy a worker had"
         case "parities_wrong":
             text = (
                 f"{who}: {figures['wrong']:,} parities did not agree with their rows, "
                 f"{figures['repaired']:,} of them were put right"
             )
-        case "data_lost":
-            text = f"data was lost: {figures['message']}"
-        case "store_locked":
-            text = f"the job waits for its store: {figures['message']}"
+        case "data_lost" | "store_locked":
+            what = "data was lost" if event == "data_lost" else "the job waits for its store"
+            text = f"{what}: {figures['message']}"
         case "job_restored" | "job_resumed":  # after a loss, or as it starts
             text = f"the job goes on from version {figures['version']:,}, step {figures['step']:,}"
     return text

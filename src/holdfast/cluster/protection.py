@@ -59,8 +59,10 @@ class Protection:
         shards: its rows.
         outbox: where messages go.
         marks: says which pushes are applied.
+        applied: says which push of a worker was applied last; asked at every push, so it must be quick.
         fresh: whether all rows of the job have their first values; otherwise parities come from rows.
         lacks: which of the records of a group this server lacks (see ``recovery``).
+        doubt: called with a server that has not answered (see ``routes``).
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class Protection:
         shards: Sequence[GroupShard],
         outbox: list[Envelope],
         marks: Callable[[], tuple[WorkerMark, ...]],
+        applied: Callable[[int], int],
         *,
         fresh: bool,
         lacks: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
+        doubt: Callable[[Peer, float], None] = lambda target, now: None,
     ) -> None:
         self.me = me
         self.plan = plan
@@ -90,8 +94,9 @@ class Protection:
         """Called after a part of a batch was applied to parities, or undone."""
         self.on_values: Callable[[Peer, Values, Sequence[Frame]], None] = lambda source, values, frames: None
         self._shards = shards
-        self._marks = marks
+        self._marks, self._applied = marks, applied
         self._lacks = lacks
+        self.doubt = doubt
         self._out: dict[int, OutLane] = {}
         self._in: dict[int, InLane] = {}
         self._incarnations: dict[int, int] = {}
@@ -103,7 +108,7 @@ class Protection:
         self._kept = self._flushed = Instant()
         self._pending_since: float | None = None
         self._pending_pushes = 0
-        self._changed_at = 0.0
+        self._changed_at = self._ticked = 0.0
         self._holds = self._hurry = False
 
     def _neighbours(self, *, parities: bool) -> Iterator[int]:
@@ -121,6 +126,11 @@ class Protection:
         """This server takes its slot over."""
         self._kept = self._flushed = self._instant()
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all parity servers have all changes."""
+        return self._pending_since is None and not any(lane.waiting for lane in self._out.values())
+
     def kept(self, worker: int) -> int:
         """The newest push of a worker that no failure which the code covers can undo."""
         return self._kept.marks[worker].sequence if self._kept.marks else 0
@@ -133,7 +143,7 @@ class Protection:
         if worker is not None:
             self._pending_pushes += 1
             lanes, told = self.plan.lanes, self._flushed.marks[worker].sequence
-            many = self._marks()[worker].sequence >= told + max(1, lanes.window // 2)
+            many = self._applied(worker) >= told + max(1, lanes.window // 2)
             large = self._pending_bytes() >= lanes.most_bytes
             if many or large or self._pending_pushes >= lanes.pushes:
                 self.flush(now)
@@ -170,13 +180,20 @@ class Protection:
     def tick(self, now: float) -> None:
         """Send what has waited long enough, and send again what was not acknowledged."""
         since, lanes = self._pending_since, self.plan.lanes
+        stood_still, self._ticked = now - self._ticked, now
+        if stood_still > self.plan.timing.stuck_seconds / 2:
+            for lane in self._out.values():  # a server that was stopped has not waited for anybody meanwhile
+                lane.since += stood_still
         if since is not None and (
             self._hurry or now - since >= lanes.seconds or now - self._changed_at >= lanes.idle_seconds
         ):
             self.flush(now)
             self._hurry = self._holds
         for lane in self._out.values():
-            self.outbox.extend(lane.overdue(now))
+            late = lane.overdue(now)
+            if late is not None:
+                self.doubt(lane.target, now)
+                self.outbox.append(late)
 
     def stuck_on(self, now: float) -> tuple[int, ...]:
         """Parity servers that have not acknowledged anything for long."""
@@ -249,21 +266,31 @@ class Protection:
         lane = self._in.get(source.slot)
         if lane is None or lane.source != source or self._incarnations.get(source.slot) != source.incarnation:
             return
-        if message.number == lane.number + 1 and isinstance(message, Change) and message.more:
+        if message.number > lane.number + 1:
+            early = Envelope(source, self.me, message, frames)
+            lane.lay_aside(message.number, early, 2 * self.plan.lanes.most_bytes)
+            return
+        if message.number == lane.number + 1:
+            self._take_next(lane, source, message, frames)
+            while (early_one := lane.next_early()) is not None:
+                assert isinstance(early_one.message, LaneMessage)
+                self._take_next(lane, source, early_one.message, early_one.frames)
+        self._post(source, Taken(lane.number))
+
+    def _take_next(self, lane: InLane, source: Peer, message: LaneMessage, frames: Sequence[Frame]) -> None:
+        if isinstance(message, Change) and message.more:
             lane.begin(message, frames)
-        elif message.number == lane.number + 1:
-            if isinstance(message, Change):
-                message, frames = lane.whole(message, frames)
-                parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
-                for part, blocks, records in parts:
-                    self._apply(part, blocks, records)
-            elif isinstance(message, Forget):
-                self._forget(source.slot, message, frames)
-            else:
-                self.on_values(source, message, frames)
-            lane.take(message, frames)
-        if message.number <= lane.number:
-            self._post(source, Taken(lane.number))
+            return
+        if isinstance(message, Change):
+            message, frames = lane.whole(message, frames)
+            parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
+            for part, blocks, records in parts:
+                self._apply(part, blocks, records)
+        elif isinstance(message, Forget):
+            self._forget(source.slot, message, frames)
+        else:
+            self.on_values(source, message, frames)
+        lane.take(message, frames)
 
     def progress(self, slot: int) -> LaneState:
         """How far a lane has come."""

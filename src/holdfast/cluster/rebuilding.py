@@ -33,6 +33,8 @@ from holdfast.cluster.wire import Message
 
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024
+_FORGOTTEN_SECONDS = 5.0
+"""Whoever has not asked for so long has asked another parity server instead."""
 _VOTE_SECONDS = 10.0
 
 Purpose = Literal["recover", "rebuild", "scrub", "repair"]
@@ -59,6 +61,8 @@ class _Job:
     source: Peer | None = None
     request: int = 0
     without: tuple[int, ...] = ()
+    wanted: float = 0.0
+    """When it was asked for last."""
 
 
 @dataclass
@@ -106,8 +110,10 @@ class Rebuilding:
         """A replacement asks for syndromes; it is answered when all other members have come."""
         if self._protection.peer(source.slot) != source or len(self._jobs) >= _MOST_JOBS:
             return
-        if any(job.source == source and job.request == message.request for job in self._jobs.values()):
-            return
+        for job in self._jobs.values():
+            if job.source == source and job.request == message.request:
+                job.wanted = now
+                return
         parity = self._parities.get(message.group)
         if parity is None or len(frames) != 1:
             raise ValueError(f"group {message.group} has no parities")
@@ -120,6 +126,7 @@ class Rebuilding:
             raise ValueError("blocks that do not ascend, or are not there")
         job = self._begin("recover", message.group, message.parity, blocks, members, now)
         job.source, job.request, job.without = source, message.request, message.without
+        job.wanted = now
         if not parity.whole(message.parity, blocks).any():
             job.waiting.clear()
         self._look_at(job, now)
@@ -152,7 +159,9 @@ class Rebuilding:
 
     def rebuild(self, now: float) -> None:
         """Rebuild the next parities that are not whole, if it is time."""
-        if now < self._rebuild_at or any(job.purpose == "rebuild" for job in self._jobs.values()):
+        if now < self._rebuild_at or all(parity.complete for parity in self._parities.values()):
+            return
+        if any(job.purpose == "rebuild" for job in self._jobs.values()):
             return
         for group, parity in self._parities.items():
             count = self._plan.lanes.chunk(parity.plan.words)
@@ -296,17 +305,22 @@ class Rebuilding:
 
     def tick(self, now: float) -> None:
         """Finish what is complete, ask again for what has not come, drop what nobody waits for."""
-        self._votes = {number: vote for number, vote in self._votes.items() if now < vote.until}
+        if self._votes:
+            self._votes = {number: vote for number, vote in self._votes.items() if now < vote.until}
         for job in list(self._jobs.values()):
-            if job.source is not None and self._protection.peer(job.source.slot) != job.source:
+            asker = job.source
+            if asker is not None and (
+                self._protection.peer(asker.slot) != asker or now > job.wanted + _FORGOTTEN_SECONDS
+            ):
                 del self._jobs[job.number]
             else:
                 self._look_at(job, now)
 
     def finish(self, now: float) -> None:
         """Finish what is complete."""
-        for job in [job for job in self._jobs.values() if not job.waiting]:
-            self._look_at(job, now)
+        if self._jobs:
+            for job in [job for job in self._jobs.values() if not job.waiting]:
+                self._look_at(job, now)
 
     def _begin(
         self,
@@ -327,8 +341,9 @@ class Rebuilding:
     def _look_at(self, job: _Job, now: float) -> None:
         if job.waiting:
             if now >= job.again:
+                again = now > job.began
                 job.again = now + _READ_AGAIN_SECONDS
-                self._read(job)
+                self._read(job, now, again=again)
             return
         del self._jobs[job.number]
         if job.purpose == "recover":
@@ -346,11 +361,13 @@ class Rebuilding:
             if job.lacking:
                 self._rebuild_at = max(self._rebuild_at, now + _READ_AGAIN_SECONDS)
 
-    def _read(self, job: _Job) -> None:
+    def _read(self, job: _Job, now: float, *, again: bool) -> None:
         parity = self._parities[job.group]
         for member in sorted(job.waiting):
             owner = self._protection.peer(parity.placement.member_server(parity.server, job.parity, member))
             if owner is not None:
+                if again:
+                    self._protection.doubt(owner, now)
                 message = ReadStripes(job.number, job.group, member, len(job.blocks))
                 self._post(owner, message, [job.blocks.astype(np.uint32)])
 

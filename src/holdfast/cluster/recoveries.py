@@ -102,6 +102,7 @@ class RecoveryLog:
         """A server is gone and will be replaced."""
         server.lost_at = now
         server.recovering = server.recovered = False
+        server.updates_lost = 0
         self._recoveries.lose(server.slot, now)
 
     def note_start(self, server: ServerMember, now: float) -> None:
@@ -120,6 +121,10 @@ class RecoveryLog:
         if (said.wrong, said.repaired) != server.wrong:
             server.wrong = said.wrong, said.repaired
             self._events.append(server.event("parities_wrong", wrong=said.wrong, repaired=said.repaired))
+        if said.updates_lost > server.updates_lost:
+            lost = said.updates_lost - server.updates_lost
+            server.updates_lost = said.updates_lost
+            self._events.append(server.event("network_updates_lost", updates=lost))
         if said.network_lost and not said.lost:
             text = f"took over, but lacks {said.not_installed:,} rows of the network"
             failure = Failure("network", server.peer, text)

@@ -56,6 +56,10 @@ class _Ask:
     )
     rounds: int = 0
     """How often it looked as if they were lost."""
+    asked: float = 0.0
+    """When these parity servers were asked first."""
+    slow: frozenset[int] = frozenset()
+    """Parities whose servers did not answer in time: others are asked first."""
 
 
 class SavedRecords(Protocol):
@@ -187,9 +191,11 @@ class Recovery:
 
     def tick(self, now: float) -> None:
         """Ask again where an answer is overdue, try again what seemed lost, and scan on."""
-        for ask in self._asks.values():
-            if now >= ask.again:
-                self._send(ask, now)
+        for ask in [ask for ask in self._asks.values() if now >= ask.again]:
+            late = [t for t in ask.parities if t not in ask.answers]
+            if now - ask.asked > self._plan.timing.stuck_seconds / 2 and self._turn(ask, late, now):
+                continue
+            self._send(ask, now, again=True)
         later, self._later = self._later, []
         for ask in later:
             if now >= ask.again:
@@ -229,18 +235,36 @@ class Recovery:
         if len(usable) < len(ask.without):
             self._despair(ask, now)
             return
+        usable.sort(key=lambda t: t in ask.slow)
         self._requests += 1
+        ask.asked = now
         ask.request, ask.parities, ask.answers = self._requests, tuple(usable[: len(ask.without)]), {}
         self._asks[ask.request] = ask
         self._send(ask, now)
 
-    def _send(self, ask: _Ask, now: float) -> None:
+    def _turn(self, ask: _Ask, late: Sequence[int], now: float) -> bool:
+        """Ask other parity servers than those that do not answer; False: there are no others."""
+        r = self._plan.placements[ask.group].r
+        others = set(range(r)) - ask.unusable - set(ask.parities)
+        if not others - ask.slow:
+            ask.slow = frozenset()  # all of them are: it is their turn again
+            ask.asked = now
+        if not others:
+            return False
+        ask.slow |= set(late)
+        del self._asks[ask.request]
+        self._ask(ask, now)
+        return True
+
+    def _send(self, ask: _Ask, now: float, *, again: bool = False) -> None:
         ask.again = now + _AGAIN_SECONDS
         placement = self._plan.placements[ask.group]
         me = self._protection.me
         for t in ask.parities:
             target = self._protection.peer(placement.parity_server(me.slot, ask.member, t))
             if t not in ask.answers and target is not None:
+                if again:
+                    self._protection.doubt(target, now)
                 message = Recover(ask.request, ask.group, t, ask.without, len(ask.blocks))
                 frames = [ask.blocks.astype(np.uint32)]
                 self._protection.outbox.append(Envelope(me, target, message, frames))

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from holdfast.cluster.checks import Admission
+from holdfast.cluster.contents import Contents
 from holdfast.cluster.installing import Installing
 from holdfast.cluster.kept import KeptPushes
 from holdfast.cluster.messages import (
@@ -28,6 +29,7 @@ from holdfast.cluster.messages import (
     Pushed,
     Redundancy,
     Refused,
+    Relay,
     Rows,
     ServerInView,
     View,
@@ -38,8 +40,16 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.protection import Protection
 from holdfast.cluster.rebuilding import Rebuilding
 from holdfast.cluster.recovery import Recovery
+from holdfast.cluster.routes import Routes
 from holdfast.cluster.saver import Saver
-from holdfast.cluster.stripe_messages import LaneMessage, ReadStripes, Recover, Syndromes, Taken
+from holdfast.cluster.stripe_messages import (
+    LaneMessage,
+    ReadStripes,
+    Recover,
+    Syndromes,
+    Taken,
+    Values,
+)
 from holdfast.cluster.transaction import PushLedger
 from holdfast.cluster.transport.base import Envelope, Frame
 from holdfast.cluster.transport.zmq import Counters
@@ -105,6 +115,7 @@ class Server:
         self._next_beat = 0.0
         self._told: tuple[object, ...] = ()
         self._waiting = Waiting()
+        self.routes = Routes(me, plan, self._started_servers)
         self._changed = False
         self.protection: Protection | None = None
         self.recovery: Recovery | None = None
@@ -115,13 +126,25 @@ class Server:
                 self.recovery = Recovery(plan, self.shards, self.protection)
                 self.recovery.on_rows = self._serve_waiting
         self._kept = KeptPushes(me, plan, self._ledger, self.protection, self.outbox)
-        self._installing = Installing(me, plan, self.shards, self.outbox)
+        self._installing = Installing(me, plan, self.shards, self.outbox, self.routes.doubt)
+        self.contents: Contents | None = None
+        """Which pushes the network's rows contain; None: those that were applied."""
+        if plan.dense == "workers" and self.shards[-1].rows:
+            self.contents = Contents(self.shards[-1], self._ledger, self._installing, self._touched)
         self._now = 0.0
 
     def _make_protection(self, *, fresh: bool) -> Protection:
         marks, shards = self._ledger.marks, self.shards
         protection = Protection(
-            self.me, self.plan, shards, self.outbox, marks, fresh=fresh, lacks=self._lacks
+            self.me,
+            self.plan,
+            shards,
+            self.outbox,
+            marks,
+            self._ledger.applied,
+            fresh=fresh,
+            lacks=self._lacks,
+            doubt=self.routes.doubt,
         )
         if self._witness is not None:
             self._witness.protection = protection
@@ -141,6 +164,18 @@ class Server:
         if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
             return  # meant for another that had this slot
         try:
+            if isinstance(envelope.message, Relay):
+                mine, unwrapped = self.routes.unwrap(envelope, now)
+                if unwrapped is None:
+                    return
+                if not mine:
+                    self.outbox.append(unwrapped)
+                    return
+                if not self.admission.admits(unwrapped):
+                    return
+                envelope = unwrapped
+            else:
+                self.routes.came_directly(envelope.source, now)
             answer, frames = self._answer(envelope)
         except ValueError:  # it does not fit what is here; nothing has changed
             self.admission.dropped += 1
@@ -152,6 +187,10 @@ class Server:
                     self.receive(each, now)
         elif answer is not None and envelope.source.role != "server":
             self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
+        self.routes.divert(self.outbox, now)
+
+    def _started_servers(self) -> list[Peer]:
+        return [Peer("server", s.slot, s.incarnation) for s in self.view.servers if s.starts]
 
     def tick(self, now: float) -> None:
         """Give a sign of life when it is time, or when something has come to an end."""
@@ -167,6 +206,8 @@ class Server:
             self._kept.tell(self.view, now)
         if self.started.epoch:
             self._installing.tick(self.view, now)
+            self._install_copy()
+        self.routes.divert(self.outbox, now)
         if now >= self._next_beat or self._told != self._news():
             self.beat(now)
 
@@ -197,7 +238,16 @@ class Server:
         recovery = self.recovery
         left = recovery is not None and recovery.left > 0
         lost = recovery is not None and (recovery.lost(), recovery.network_lost)
-        return self.restoring, self._saved(), left, lost, self._installing.groups, self._installing.lost
+        updates = self.contents.lost if self.contents is not None else 0
+        return (
+            self.restoring,
+            self._saved(),
+            left,
+            lost,
+            updates,
+            self._installing.groups,
+            self._installing.lost,
+        )
 
     def marks(self) -> tuple[WorkerMark, ...]:
         """Where every worker stands."""
@@ -207,9 +257,14 @@ class Server:
         """What is still to be brought back."""
         not_installed, network_lost = self._installing.rows, self._installing.lost
         lacking = not_installed if self.me.incarnation > 1 else 0
+        updates_lost = self.contents.lost if self.contents is not None else 0
         if self.protection is None:
             return replace(
-                self.rolled_back, rows=lacking, not_installed=not_installed, network_lost=network_lost
+                self.rolled_back,
+                rows=lacking,
+                not_installed=not_installed,
+                network_lost=network_lost,
+                updates_lost=updates_lost,
             )
         recovery, rebuilding = self.recovery, self.rebuilding
         network_lost = network_lost or (recovery is not None and recovery.network_lost)
@@ -230,6 +285,7 @@ class Server:
             version_samples=back.version_samples,
             not_installed=not_installed,
             network_lost=network_lost,
+            updates_lost=updates_lost,
         )
 
     def figures(self) -> Figures:
@@ -264,7 +320,7 @@ class Server:
             return self._commit(envelope, message)
         elif isinstance(message, Install):
             self._installing.answered(source, message)
-            self._install(message, frames)
+            self._install(source, message, frames)
         elif isinstance(message, Collect) and self.saver is not None:
             return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
         elif self.protection is not None:
@@ -275,6 +331,8 @@ class Server:
         self, protection: Protection, message: Message, frames: Sequence[Frame], source: Peer
     ) -> None:
         """What servers tell each other."""
+        if isinstance(message, Taken | Values | Syndromes):
+            self.routes.trust(source, self._now)
         if isinstance(message, LaneMessage):
             protection.take(source, message, frames)
         elif isinstance(message, Taken):
@@ -307,6 +365,7 @@ class Server:
         self._note_changes()
         if mine.starts and not self.started.epoch:
             self._start(mine, view)
+        self._install_copy()
         if self.protection is not None and self.started.epoch:
             self.protection.adopt(view, mine, self._now)
         if self.recovery is not None:
@@ -330,6 +389,7 @@ class Server:
                 shard.installed = kept or (bool(self.plan.partial) and group < len(self.shards) - 1)
                 if self.recovery is not None and not kept:
                     self.recovery.leave_out(group)
+            self._installing.look_again()
             self._cut = view.cut  # made without this server, and without its rows
             if self._witness is not None:
                 self._witness.cut = mine.cut.batch
@@ -382,17 +442,21 @@ class Server:
             return Refused("not installed", message.sequence), ()
         if self._waits(envelope, "push", message.sequence, updates):
             return None, ()
+        if self.contents is not None and not self.contents.complete(source, message.sequence, updates):
+            return Refused("gap", message.sequence), ()
         answer = self._ledger.push(
             source, message.sequence, message.batch, updates, samples=message.samples, stage=message.stage
         )
         self._serve_ahead(source)
-        return self._with_rows(self._with_kept(answer, source), updates, message.returns)
+        return self._with_rows(self._with_kept(answer, source), source, updates, message.returns)
 
     def _commit(self, envelope: Envelope, message: Commit) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         source = envelope.source
         if self._waiting.push_waits(source, message.sequence):
             self._waiting.until_rows(envelope, "commit", message.sequence)
             return None, ()
+        if self.contents is not None and self.contents.lacks(source, message.sequence):
+            return Refused("not staged", message.sequence), ()
         answer = self._with_kept(self._ledger.commit(source, message.sequence), source)
         self._serve_ahead(source)
         return answer, ()
@@ -409,7 +473,7 @@ class Server:
             self.receive(envelope, self._now)
 
     def _with_rows(
-        self, answer: Pushed | Refused | None, updates: Sequence[Update], group: int
+        self, answer: Pushed | Refused | None, source: Peer, updates: Sequence[Update], group: int
     ) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         """The answer to a push, with the new weights of a group's rows if they were asked for: those that it
         will leave if it is only staged, so that the worker need not wait for its commit."""
@@ -417,8 +481,11 @@ class Server:
             for number, places, gradients in updates:
                 if number == group:
                     shard = self.shards[group]
-                    rows = shard.pull(places) if answer.applied else shard.preview(places, gradients)
-                    return replace(answer, rows=len(places)), [rows]
+                    here = answer.applied or (
+                        self.contents is not None and self.contents.has(source.slot, answer.sequence)
+                    )
+                    rows = shard.pull(places) if here else shard.preview(places, gradients)
+                    return replace(answer, rows=len(places), marks=self._contained(group)), [rows]
         return answer, ()
 
     def _pull(self, envelope: Envelope, message: Pull) -> tuple[Rows | None, Sequence[Frame]]:
@@ -432,23 +499,55 @@ class Server:
         wanted = pulled_rows(message.parts, envelope.frames)
         if self._waits(envelope, "pull", message.request, wanted):
             return None, ()
-        return Rows(message.request, message.parts), [self.shards[g].pull(places) for g, places, _ in wanted]
+        marks = self._contained(message.parts[-1].group) if message.parts else ()
+        rows = [self.shards[g].pull(places) for g, places, _ in wanted]
+        return Rows(message.request, message.parts, marks=marks), rows
 
-    def _install(self, message: Install, frames: Sequence[Frame]) -> None:
-        for group, places, weights in pushed_rows(self.shards, message.parts, frames):
-            shard = self.shards[group]
-            if self._takes_first_values and not shard.installed:
-                shard.install(places, weights)
-                if self.protection is not None:
-                    self.protection.changed(self._now)
+    def _install(self, source: Peer, message: Install, frames: Sequence[Frame]) -> None:
+        network = len(self.shards) - 1
+        for update in pushed_rows(self.shards, message.parts, frames):
+            if not self._takes_first_values or self.shards[update[0]].installed:
+                continue
+            if update[0] == network and self.contents is not None and self.me.incarnation > 1:
+                self.contents.offer(source, message, update)
+            else:
+                self._put_first_values(update)
+        self._install_copy()
 
-    def _apply(self, updates: list[Update]) -> None:
-        for group, places, gradients in updates:
-            self.shards[group].push(places, gradients)
-            if self.saver is not None:
-                self.saver.touched(group, places)
+    def _put_first_values(self, update: Update) -> None:
+        group, places, weights = update
+        self.shards[group].install(places, weights)
+        if self.protection is not None:
+            self.protection.changed(self._now)
+
+    def _apply(self, worker: int, sequence: int, updates: list[Update]) -> None:
+        network = len(self.shards) - 1
+        contents = self.contents
+        skipped = network if contents is not None and contents.has(worker, sequence) else -1
+        for update in updates:
+            if update[0] != skipped:
+                self.shards[update[0]].push(*update[1:])
+                self._touched(update)
+        if contents is not None:
+            contents.note(worker, sequence)
         self.pushes += 1
         self._changed = True
+
+    def _touched(self, update: Update) -> None:
+        if self.saver is not None:
+            self.saver.touched(*update[:2])
+
+    def _install_copy(self) -> None:
+        """Take a worker's copy of the network over, if it is clear which."""
+        if self.contents is not None and self.started.epoch:
+            chosen = self.contents.advance(self.view)
+            if chosen is not None:
+                self._put_first_values(chosen)
+
+    def _contained(self, group: int) -> tuple[int, ...]:
+        """What whoever gets rows of this group must know of them."""
+        network = len(self.shards) - 1
+        return tuple(self.contents.marks) if self.contents is not None and group == network else ()
 
 
 def _make_shards(me: Peer, plan: JobPlan, witness: Witness | None, *, empty: bool) -> list[GroupShard]:

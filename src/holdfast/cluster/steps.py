@@ -21,6 +21,7 @@ from holdfast.cluster.messages import (
     Figures,
     Peer,
     Position,
+    Relay,
     View,
     ViewNumber,
     WorkerInView,
@@ -71,6 +72,8 @@ class Worker:
         self.calls = Calls(me, plan, first_values)
         self.outbox = self.calls.outbox
         self.view = View(ViewNumber(), "starting")
+        self._entry: WorkerInView | None = None
+        """What the view says of this worker."""
         self.started: WorkerInView | None = None
         """Where it goes on from, once it may."""
         self.applied = 0
@@ -161,7 +164,6 @@ class Worker:
         if pull is None or not pull.done or (self.plan.staleness and (network is None or not network.done)):
             return None
         self._computing = self._fed.popleft()
-        self.calls.network = self._computing.spreads[-1], self._computing.rows[-1]
         return self._computing
 
     def finish(self, gradients: Sequence[Floats], now: float) -> None:
@@ -180,7 +182,12 @@ class Worker:
         if isinstance(message, View):
             self._adopt(message)
             self.beat(now)
+        elif isinstance(message, Relay):
+            mine, unwrapped = self.calls.routes.unwrap(envelope, now)
+            if mine and unwrapped is not None and self.admission.admits(unwrapped):
+                self.calls.receive(unwrapped, now)
         else:
+            self.calls.routes.came_directly(envelope.source, now)
             self.calls.receive(envelope, now)
         self._go_on(now)
 
@@ -233,12 +240,13 @@ class Worker:
                 item.network = self.calls.pull([*([nothing] * len(tables)), network], now)
 
     def _mine(self) -> WorkerInView | None:
-        return next((w for w in self.view.workers if w.slot == self.me.slot), None)
+        return self._entry
 
     def _adopt(self, view: View) -> None:
         if view.number <= self.view.number:
             return
         self.view = view
+        self._entry = next((w for w in view.workers if w.slot == self.me.slot), None)
         self.calls.adopt(view.servers)
         mine = self._mine()
         if mine is None or self.started is not None or mine.incarnation != self.me.incarnation:

@@ -31,6 +31,7 @@ class _Staged(Generic[Gradients]):
 class _Account(Generic[Gradients]):
     """What is known of one worker."""
 
+    slot: int
     incarnation: int = 0
     sequence: int = 0
     batch: Position = START
@@ -45,11 +46,12 @@ class PushLedger(Generic[Gradients]):
 
     Args:
         workers: how many there are.
-        apply: called once for each push that counts, in the order in which they count.
+        apply: called once for each push that counts, in the order in which they count, with the worker and
+            the push's number.
     """
 
-    def __init__(self, workers: int, apply: Callable[[Gradients], None]) -> None:
-        self._accounts = [_Account[Gradients]() for _ in range(workers)]
+    def __init__(self, workers: int, apply: Callable[[int, int, Gradients], None]) -> None:
+        self._accounts = [_Account[Gradients](slot) for slot in range(workers)]
         self._apply = apply
 
     def push(
@@ -111,6 +113,10 @@ class PushLedger(Generic[Gradients]):
             account = self._accounts[mark.slot]
             account.sequence, account.batch, account.samples = mark.sequence, mark.batch, mark.samples
 
+    def knows(self, source: Peer) -> bool:
+        """Whether a worker's pushes count: no other has taken its place, and a view has named it."""
+        return isinstance(self._account(source, 0), _Account)
+
     def applied(self, worker: int) -> int:
         """The last push of a worker that was applied."""
         return self._accounts[worker].sequence
@@ -141,7 +147,7 @@ class PushLedger(Generic[Gradients]):
         return account
 
     def _count(self, account: _Account[Gradients], staged: _Staged[Gradients]) -> None:
-        self._apply(staged.gradients)
+        self._apply(account.slot, staged.sequence, staged.gradients)
         account.sequence = staged.sequence
         account.batch = staged.batch
         account.samples += staged.samples

@@ -21,6 +21,7 @@ from holdfast.cluster.messages import (
     Push,
     Pushed,
     Refused,
+    Relay,
     Role,
     Rows,
     Saved,
@@ -47,6 +48,7 @@ Message = (
     | Pushed
     | Kept
     | Refused
+    | Relay
     | Change
     | Values
     | Forget
@@ -76,6 +78,7 @@ ROUTES: Final[Mapping[type[Message], _Routes]] = {
     Pushed: _TO_WORKER,
     Kept: _TO_WORKER,
     Refused: _TO_WORKER,
+    Relay: _TO_SERVER | _TO_WORKER | _AMONG_SERVERS,
     Change: _AMONG_SERVERS,
     Values: _AMONG_SERVERS,
     Forget: _AMONG_SERVERS,

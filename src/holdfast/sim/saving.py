@@ -26,7 +26,7 @@ from holdfast.cluster.stream import Layout
 from holdfast.cluster.transport.memory import Network
 from holdfast.cluster.versions import Versions
 from holdfast.coding.placement import Placement
-from holdfast.sim.cluster import Cluster, counts
+from holdfast.sim.cluster import Cluster, SimSupervisor, counts
 from holdfast.tables.shard import GroupShard
 from holdfast.training.saving import CheckpointConfig
 
@@ -142,7 +142,7 @@ class SavedCluster(Cluster):
         keeper = Versions(self.plan, lambda: self._store(files), runs, self.network.now)
         self.keepers.append(keeper)
         self.supervisor = self.supervisor_class(self.plan, self.storage, self.network.now, keeper=keeper)
-        self.network.add(self.supervisor)
+        self.network.add(SimSupervisor(self.supervisor))
 
     def cut(self) -> None:
         """Whoever saves the job decides."""

@@ -34,9 +34,10 @@ class Links:
         shape = (_NODES, _NODES, 3)
         self._table = np.memmap(path, np.float64, "w+" if create else "r+", shape=shape)
 
-    def cut(self, one: Peer, other: Peer, until: float) -> None:
-        """Neither hears the other until then; whoever fills their slots."""
-        for a, b in ((one, other), (other, one)):
+    def cut(self, one: Peer, other: Peer, until: float, *, one_way: bool = False) -> None:
+        """Neither hears the other until then, whoever fills their slots; if one way, the first is heard by
+        the other no more."""
+        for a, b in ((one, other),) if one_way else ((one, other), (other, one)):
             self._table[_index(a), _index(b), _CUT_UNTIL] = until
 
     def slow(self, one: Peer, until: float, delay_seconds: float) -> None:
@@ -45,6 +46,10 @@ class Links:
         for part in (self._table[node], self._table[:, node]):
             part[:, _SLOW_UNTIL] = until
             part[:, _DELAY] = delay_seconds
+
+    def slow_link(self, source: Peer, target: Peer, until: float, delay_seconds: float) -> None:
+        """Whatever one says to the other until then is up to so late, and out of order."""
+        self._table[_index(source), _index(target), _SLOW_UNTIL:] = until, delay_seconds
 
     def mend(self) -> None:
         """All links are whole again."""
