@@ -1,7 +1,9 @@
-"""Tables for people, on screens of any width."""
+"""What people see: consoles for long runs, and tables for screens of any width."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,6 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
+
+
+class RunConsole(Console):
+    """A console for long runs: when nobody reads it any more, as when Ctrl-C has ended a ``tee`` behind it,
+    the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Drop this and all later output."""
+        self.quiet = True
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 class Columns:

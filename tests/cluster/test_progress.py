@@ -122,7 +122,30 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
             {"version": 3, "step": 5, "bytes": 5_000_000},
             "saved version 3 at step 5: 5.0 MB",
         ),
-        ("checkpoint_failed", {"error": "disk full"}, "checkpoint failed: disk full"),
+        (
+            "checkpoint_failed",
+            {"version": 3, "error": "two disks full", "why": "disk full", "again": False},
+            "version 3 was not saved, training goes on: disk full",
+        ),
+        (
+            "checkpoint_failed",
+            {"version": None, "error": "", "why": "no store", "again": False},
+            "a checkpoint was not saved, training goes on: no store",
+        ),
+        ("checkpoint_failed", {"version": 3, "error": "", "why": "disk full", "again": True}, None),
+        (
+            "checkpoint_tidy_failed",
+            {"version": 3, "error": "disk full", "again": False},
+            "version 3 is saved, but files could not be rearranged: disk full",
+        ),
+        ("checkpoint_tidy_failed", {"version": 3, "error": "disk full", "again": True}, None),
+        ("checkpoint_damaged", {"version": None, "error": "bad"}, "checkpoint damaged: bad"),
+        ("store_not_opened", {"message": "the store is gone"}, "the store is gone; it is tried again"),
+        (
+            "store_waited_for",
+            {"message": "", "most_seconds": 120.0},
+            "the job waits for its store, at most 120 s",
+        ),
         ("server_lost", {"slot": 1, "reason": "x", "protected": False}, None),  # the error says it
         (
             "server_lost",
@@ -165,7 +188,11 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
             "server 2: 3 parities did not agree with their rows, 2 of them were put right",
         ),
         ("data_lost", {"message": "server 1 died"}, "data was lost: server 1 died"),
-        ("store_locked", {"message": "s3://a is locked"}, "the job waits for its store: s3://a is locked"),
+        (
+            "store_locked",
+            {"message": "s3://a is locked", "most_seconds": 90.0},
+            "the job waits for its store, at most 90 s: s3://a is locked",
+        ),
         ("job_restored", {"version": 4, "step": 900}, "the job goes on from version 4, step 900"),
     ],
 )
