@@ -15,13 +15,12 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from holdfast import cli_planning
 from holdfast._version import __version__
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.recipe import find_own_modules
-from holdfast.screen import RunConsole
+from holdfast.screen import RunConsole, say, say_error
 from holdfast.stopping import Notice
 
 _UNSAVED = 3
@@ -99,7 +98,8 @@ def train(
         code = _train(config, [*protection, *(set_ or []), *overrides], seed, run)
     except KeyboardInterrupt as stop:
         _notice.wait()
-        _say(*getattr(stop, "lines", ["stopped before training began", "nothing was saved"]))
+        lines = getattr(stop, "lines", ["stopped before training began", "nothing was saved"])
+        say(RunConsole(), *lines)
         code = 128 + signal.SIGINT
     if code:
         raise typer.Exit(code)
@@ -121,8 +121,6 @@ def _train(config: Path | None, overrides: list[str], seed: int | None, run: str
     from holdfast.cluster import session as jobs  # noqa: PLC0415
 
     result = jobs.run(loaded, console, _notice)
-    if result.unsaved:
-        _say_error(jobs.lack_of_checkpoints(result))
     return 128 + result.signal if result.signal is not None else _UNSAVED if result.unsaved else 0
 
 
@@ -218,7 +216,7 @@ def chaos(
             good = not session.run_on_virtual_time(seed, simulated, json, Console()).violations
     except KeyboardInterrupt:
         _notice.wait()
-        _say("stopped: what was not checked by then is not known to be right")
+        say(RunConsole(), "stopped: what was not checked by then is not known to be right")
         raise typer.Exit(128 + signal.SIGINT) from None
     if not good:
         raise typer.Exit(1)
@@ -403,17 +401,8 @@ def main() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    _say_error(message)
+    say_error(message)
     sys.exit(1)
-
-
-def _say_error(message: str) -> None:
-    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        RunConsole().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_lack_of_memory(error: Exception) -> bool:

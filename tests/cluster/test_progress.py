@@ -79,6 +79,34 @@ def test_loss_and_share_done() -> None:
     assert reports.note(status(90, 0.4, phase="stopping")).fraction == 1.0
 
 
+def test_a_job_that_was_stopped_is_not_done() -> None:
+    for progress in (0.5, 0.999, 1.0):
+        reports = Reports(load(), EventLog(None))
+        reports.note(status(20, 0.5, progress=progress))
+        stopped = reports.note(status(20, 0.5, progress=progress, phase="stopping"), stopped=True)
+        assert stopped.fraction < 1
+        for view in (render(stopped, 3.0, 5.0), plain(stopped)):
+            text = shown(view)
+            assert "100%" not in text
+            assert ("50%" if progress == 0.5 else "99%") in text
+            assert "stopping" in text
+            assert "left" not in text
+
+
+def shown(what: Any) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def plain(progress: JobProgress) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    PlainJobView(console).update(progress)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def test_progress_events_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
     with EventLog(tmp_path) as events:
         reports = Reports(load(None, ["report_every=10"]), events)

@@ -25,6 +25,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.planning import plan_job
 from holdfast.cluster.progress import JobProgress, Reports
 from holdfast.cluster.transport.address import check_shared
+from holdfast.cluster.unsaved import describe_lack, log
 from holdfast.cluster.witness import ROWS_FOLDER
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
@@ -149,7 +150,7 @@ class Job:
 
         The first Ctrl-C (or SIGTERM) lets workers finish their batch, tests, saves, and returns; a second
         one, or one before training has begun, ends all at once. A checkpoint that cannot be saved does not
-        end the job: see ``unsaved`` and ``save_failures`` of the result.
+        end the job: see ``unsaved`` and ``save_failures`` of the result; of the last one, the log warns.
 
         Raises ``ServerLost`` when a server is gone and nothing protects its rows, ``DataLoss`` when more are
         gone than the code covers and there is no checkpoint to go back to, ``WorkerFailed`` when a worker
@@ -180,6 +181,8 @@ class Job:
                 events.emit("run_failed", error=type(error).__name__, message=str(error))
                 raise
             events.emit("run_finished", **_figures(result))
+        if result.unsaved:
+            log.warning("%s", describe_lack(result))
         return result
 
     def _run(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.cluster.epochs import Durable
-from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds
+from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds, lost_rows_path
 from holdfast.cluster.keys import Keys, load_keys
 from holdfast.cluster.launch.base import Engine
 from holdfast.cluster.loop import flush
@@ -437,9 +437,11 @@ class Runner:
                 why = self.plan.partial_reason if self.plan.partial == "full" else "no server is left"
             if kind == "network":
                 why = "only workers had copies, and none that has computed with them is left"
+            lost = lost_rows_path(self.folder, peer, self.plan)
+            where = f", the rows found lost until then, perhaps not all: {lost}" if lost.exists() else ""
             return DataLoss(
                 f"{peer} {text} after {status.steps:,} steps: {why}; {self._cure(status, by_itself=True)} "
-                f"(logs: {logs})"
+                f"(logs: {logs}{where})"
             )
         if kind == "worker":
             return WorkerFailed(

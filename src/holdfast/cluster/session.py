@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ from holdfast.cluster.api import Job
 from holdfast.cluster.failures import ServerFailure, Speeds
 from holdfast.cluster.job import JobResult
 from holdfast.cluster.progress import JobProgress, compared
-from holdfast.cluster.unsaved import in_short
+from holdfast.cluster.unsaved import describe_lack, in_short
+from holdfast.cluster.unsaved import log as unsaved_log
 from holdfast.cluster.view import build_view
+from holdfast.screen import say, say_error
 from holdfast.stopping import Notice, Stopped
-from holdfast.training.config import Config
+from holdfast.training.config import Config, to_yaml
 from holdfast.training.plots import PLOT_FILE
-from holdfast.training.session import free_folder, say
+from holdfast.training.session import free_folder
 from holdfast.training.view import duration
 
 
@@ -28,6 +31,7 @@ def run(config: Config, console: Console, notice: Notice) -> JobResult:
 
     Raises ``Stopped`` if a signal ends it at once.
     """
+    unsaved_log.addHandler(logging.NullHandler())  # it is said below
     job = Job.from_config(config)
     last: JobProgress | None = None
 
@@ -46,7 +50,9 @@ def run(config: Config, console: Console, notice: Notice) -> JobResult:
         how = "at once" if notice.then else "before training began"
         raise Stopped(f"stopped {how}", *resuming(job, version, saved, at - saved, config.job.kill)) from None
     say(console, *summary(result))
-    if result.interrupted or result.unsaved:
+    if result.unsaved:
+        say_error(describe_lack(result))
+    if result.interrupted or (result.unsaved and result.last_checkpoint is not None):
         kills, saved = [str(kill) for kill in result.kills_missed], result.steps - result.unsaved_steps
         say(console, *resuming(job, result.last_checkpoint, saved, result.unsaved_steps, kills))
     return result
@@ -73,7 +79,10 @@ def resuming(
         said = f"the last {lost} not saved; resume from step {saved_steps:,} (version {version:,}) with:"
     else:
         said = f"saved up to step {saved_steps:,} (version {version:,}); resume with:"
-    return [said, resume_command(config, job.folder, kills)]
+    secret = (
+        ["config.yaml has *** in place of passwords: put them in first"] if "***" in to_yaml(config) else []
+    )
+    return [*secret, said, resume_command(config, job.folder, kills)]
 
 
 def resume_command(config: Config, folder: Path | None, kills: Sequence[str]) -> str:
@@ -126,18 +135,6 @@ def summary(result: JobResult) -> list[str]:
         lines.append(f"throughput over time: {result.folder / PLOT_FILE}")
     lines.append(f"figures: {result.folder / 'events.jsonl'}, logs: {result.folder / 'logs'}")
     return lines
-
-
-def lack_of_checkpoints(result: JobResult) -> str:
-    """What is to be said of a job whose last checkpoint could not be saved."""
-    failed = result.checkpoints_failed
-    if result.versions:
-        what = f"{failed:,} of {failed + len(result.versions):,} checkpoints failed, the last among them"
-    else:
-        what = "the only checkpoint failed" if failed == 1 else f"all {failed:,} checkpoints failed"
-    rest = ", and there is no checkpoint to resume from" if result.last_checkpoint is None else ""
-    why = in_short(result.save_failures)
-    return f"{what} ({why}): the state after step {result.steps:,} is not saved{rest}"
 
 
 def _failure(failure: ServerFailure) -> list[str]:

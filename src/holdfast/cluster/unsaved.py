@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
+import logging
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from holdfast.checkpoint.manifest import DATA_FOLDERS
 from holdfast.cluster.messages import SaveFailure, Status
 from holdfast.errors import StoreFull, StoreLocked, StoreUnreachable
+
+if TYPE_CHECKING:
+    from holdfast.cluster.job import JobResult
+
+log = logging.getLogger("holdfast.job")
 
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FILE = re.compile(rf"'(?:{'|'.join([*DATA_FOLDERS, 'manifests/'])})[^']*'")
@@ -110,6 +117,18 @@ def count(failures: Iterable[SaveFailure]) -> int:
 def in_short(failures: Iterable[SaveFailure]) -> str:
     """Why, without what to do about it: that was said when it happened."""
     return "; ".join(dict.fromkeys(REASONS.get(one.kind, one.why) for one in failures))
+
+
+def describe_lack(result: JobResult) -> str:
+    """What is to be said of a job whose last checkpoint could not be saved."""
+    failed, saved = result.checkpoints_failed, len(result.versions)
+    if saved:
+        what = f"{failed:,} of {failed + saved:,} checkpoints failed, the last among them"
+    else:
+        what = "the only checkpoint failed" if failed == 1 else f"all {failed:,} checkpoints failed"
+    rest = ", and there is no checkpoint to resume from" if result.last_checkpoint is None else ""
+    why = in_short(result.save_failures)
+    return f"{what} ({why}): the state after step {result.steps:,} is not saved{rest}"
 
 
 def _sum(failures: Iterable[SaveFailure]) -> tuple[SaveFailure, ...]:

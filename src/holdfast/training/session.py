@@ -15,6 +15,7 @@ from rich.console import Console
 
 from holdfast.errors import ConfigError
 from holdfast.events import EventLog
+from holdfast.screen import say
 from holdfast.stopping import Notice, Stopped, stop_on_signals
 from holdfast.training.config import Config, to_yaml
 from holdfast.training.plots import PLOT_FILE, plot_run, require_matplotlib
@@ -66,12 +67,6 @@ def run(config: Config, console: Console, notice: Notice) -> Outcome:
     return Outcome(result, folder, received[0] if received else None)
 
 
-def say(console: Console, *lines: str) -> None:
-    """Print lines as they are."""
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 @contextlib.contextmanager
 def open_run(config: Config) -> Iterator[tuple[Path, EventLog, Callable[[Progress], None]]]:
     """A new run: its folder with the configuration in it, its log, and who writes for TensorBoard.
@@ -81,7 +76,8 @@ def open_run(config: Config) -> Iterator[tuple[Path, EventLog, Callable[[Progres
     if config.plot:
         require_matplotlib()
     folder = make_folder(config.run)
-    (folder / "config.yaml").write_text(to_yaml(config))
+    with _writing_to(folder):
+        (folder / "config.yaml").write_text(to_yaml(config))
     with EventLog(folder) as events, _tensorboard(config, folder) as board:
         events.emit("config", **msgspec.to_builtins(config))
         yield folder, events, board
@@ -112,13 +108,19 @@ def make_folder(wanted: str | None) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"the run's folder {folder} cannot be made: {why}") from None
-    try:
+    with _writing_to(folder):
         tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"the run's folder {folder} cannot be written to: {error.strerror}; name another with --run"
         ) from None
-    return folder
 
 
 @contextlib.contextmanager
