@@ -32,7 +32,7 @@ from holdfast.sim.cluster import counting_plan
 from holdfast.sim.saving import MortalFiles, QuickFiles, SavedCluster, saved_plan, wrong_versions
 from holdfast.sim.schedule import plan_of, simulate
 from holdfast.tables.shard import GroupShard
-from holdfast.testing.faults import FaultyFiles
+from holdfast.testing.faults import FaultyFiles, SmallDisk
 from holdfast.training.saving import CheckpointConfig
 
 BATCHES = 100
@@ -40,6 +40,10 @@ ROWS = 4000
 """So many that most batches leave most rows alone: what is missing in one version is missing in the next, and
 after some versions it is worth while to rearrange files."""
 STRATEGIES = ("chunked", "incremental", "differential", "full")
+
+
+class Disk(SmallDisk, QuickFiles):
+    """A small disk that is quick: it does not crash."""
 
 
 def config(path: Path, strategy: Any = "chunked", **options: Any) -> CheckpointConfig:
@@ -264,6 +268,27 @@ def test_on_a_full_disk_with_versions_to_spare_keeping_fewer_is_named(tmp_path: 
     assert 0 < keeper.saved_steps < BATCHES
     (failure,) = keeper.failures()
     assert failure.why.endswith(f"(holdfast ckpt gc {tmp_path / 'store'} --keep N, or checkpoint.keep=N)")
+
+
+def test_the_last_save_is_tried_again_once_there_is_room(tmp_path: Path) -> None:
+    """A job that keeps fewer versions than are there deletes them when the disk turns out to be full."""
+    saving = config(tmp_path, "full", every_steps=5)
+    # More than there is in the store's reserve.
+    plan = saved_plan(counting_plan(servers=2, workers=2, atomic=False, rows=60_000), saving)
+    cluster = SavedCluster(plan, 1, BATCHES)
+    simulate(1, batches=BATCHES, faults=0, cluster=cluster, most_seconds=2.0)
+    cluster.close()
+    assert len(check(plan)) > 2
+    few = msgspec.structs.replace(saving, every_steps=None, keep=1)
+    again = resumed(saved_plan(plan, few))
+    most = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
+    keeper = run(
+        again,
+        server_files=lambda: Disk(most, 10**9),
+        supervisor_files=lambda: Disk(most, 10**9),
+    ).keepers[0]
+    assert count(keeper.failures()) == 1
+    assert (keeper.failures.unsaved, keeper.saved_steps) == (False, BATCHES)
 
 
 def test_a_store_that_others_write_to_is_waited_for_and_given_up(tmp_path: Path) -> None:

@@ -44,18 +44,22 @@ def run(config: Config, console: Console, notice: Notice) -> JobResult:
     try:
         with build_view(console) as view:
             result = job.run(show)
+        _tell(job, result, console)
     except KeyboardInterrupt:
         at = 0 if last is None else last.step
         version, saved = (None, 0) if last is None else (last.last_checkpoint, last.saved_steps)
         how = "at once" if notice.then else "before training began"
         raise Stopped(f"stopped {how}", *resuming(job, version, saved, at - saved, config.job.kill)) from None
+    return result
+
+
+def _tell(job: Job, result: JobResult, console: Console) -> None:
     say(console, *summary(result))
     if result.unsaved:
         say_error(describe_lack(result))
     if result.interrupted or (result.unsaved and result.last_checkpoint is not None):
         kills, saved = [str(kill) for kill in result.kills_missed], result.steps - result.unsaved_steps
         say(console, *resuming(job, result.last_checkpoint, saved, result.unsaved_steps, kills))
-    return result
 
 
 def _then(config: Config) -> str:

@@ -114,7 +114,8 @@ class Versions:
         self._due_time = now
         self._last_was_cancelled = False
         self._final: float | None = None
-        self._final_tried = False
+        self._final_tried = self._final_again = False
+        self._made_room = False
         self._waited = False
 
     # What the supervisor calls
@@ -148,6 +149,8 @@ class Versions:
         self._final = self._final if self._final is not None else now
         if self._save is not None or not self._is_free():
             return False
+        if self._made_room and self._final_tried and not self._final_again:
+            self._final_again, self._final_tried = True, False
         steps = supervisor.steps()
         if self._final_tried or self._whole_steps == steps or not self._policy.save_last:
             return True
@@ -444,7 +447,7 @@ class Versions:
         assert self._catalog is not None
         self._catalog.delete_leftovers()
         resumed = self._plan.resume
-        self._catalog.make_room(needed={resumed.version} if resumed else set())
+        self._made_room = self._catalog.make_room(needed={resumed.version} if resumed else set())
 
     # Saying so
 

@@ -43,6 +43,14 @@ def run(config: Config, console: Console, notice: Notice) -> Outcome:
     one ends it at once: ``Stopped``.
     """
     refuse_checkpoint(config)
+    try:
+        return _run(config, console, notice)
+    except KeyboardInterrupt:
+        how = "at once" if notice.then else "before training began"
+        raise Stopped(f"stopped {how}", NOTHING_SAVED) from None
+
+
+def _run(config: Config, console: Console, notice: Notice) -> Outcome:
     with open_run(config) as (folder, events, board):
         try:
             trainer = Trainer(config, events)
@@ -58,8 +66,6 @@ def run(config: Config, console: Console, notice: Notice) -> Outcome:
                 result = trainer.run(on_progress, lambda: bool(received))
         except BaseException as error:
             events.emit("run_failed", error=type(error).__name__, message=str(error))
-            if isinstance(error, KeyboardInterrupt) and notice.then:
-                raise Stopped("stopped at once", NOTHING_SAVED) from None
             raise
     _print_summary(console, result, folder)
     if received:
