@@ -23,8 +23,13 @@ class RunConsole(Console):
     def on_broken_pipe(self) -> None:
         """Drop this and all later output."""
         self.quiet = True
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        drop_output()
+
+
+def drop_output() -> None:
+    """Let standard output lead nowhere from now on."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def say(console: Console, *lines: str) -> None:

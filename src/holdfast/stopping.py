@@ -20,9 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from rich.console import Console
-
-from holdfast.screen import RunConsole
+from holdfast.screen import drop_output
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AT_ONCE_SECONDS = 5.0
@@ -71,8 +69,6 @@ class Notice:
 
     def __init__(self) -> None:
         self.then = ""
-        self._console = RunConsole()
-        self._errors = Console(stderr=True)
         self._said = threading.Event()
 
     def __enter__(self) -> Self:
@@ -107,12 +103,16 @@ class Notice:
                 heard.add(number)
 
     def _say(self) -> None:
-        then = f" {self.then}" if self.then else ""
-        # To the terminal, if the output goes elsewhere: whoever pressed Ctrl-C is there.
-        aside = self._errors.is_terminal and not self._console.is_terminal
-        for console in (self._console, *([self._errors] if aside else [])):
+        line = f"stopping… {self.then}".rstrip() + "\n"
+        try:
+            # Not by a console of rich's: it writes past the live view that has taken stdout's place.
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        except OSError:  # nobody reads it
+            drop_output()
+        if sys.stderr.isatty() and not sys.stdout.isatty():  # whoever pressed Ctrl-C is there
             with contextlib.suppress(OSError):
-                console.print(f"stopping…{then}", markup=False, highlight=False, soft_wrap=True)
+                sys.stderr.write(line)
         self._said.set()
 
     def _end_soon(self, number: int) -> None:

@@ -110,6 +110,25 @@ class Terminal(Watched):
         )  # fmt: skip
         os.close(keyboard)
 
+    def screen(self) -> list[str]:
+        """The lines that can be read in the end, of a screen that is high enough."""
+        rows: list[str] = [""]
+        row = column = 0
+        for move, count, text in re.findall(r"\x1b\[([0-9;?]*)([a-zA-Z])|([^\x1b])", self.shown.decode()):
+            if count == "A":
+                row = max(0, row - int(move or 1))
+            elif count == "K":
+                rows[row] = ""
+            elif text == "\r":
+                column = 0
+            elif text == "\n":
+                row += 1
+                rows += [""] * (row + 1 - len(rows))
+            elif text:
+                rows[row] = rows[row][:column].ljust(column) + text + rows[row][column + 1 :]
+                column += 1
+        return [line.rstrip() for line in rows]
+
     def stop(self) -> None:
         """Press Ctrl-C."""
         os.write(self._screen, b"\x03")

@@ -112,12 +112,15 @@ def test_a_job_ends_with_the_command_that_resumes_it(tmp_path: Path) -> None:
     kills = ["--kill", "worker:1@step:5", "--kill", "worker:0@step:99999999"]
     saved = ["--set", "checkpoint.path=the store", *kills]
     arguments = ["train", *SMALL, ENDLESS, "--servers", "2", "--run", "r", *saved]
-    with Terminal(*arguments, cwd=tmp_path, columns=100) as run:
+    with Terminal(*arguments, cwd=tmp_path, columns=120) as run:
         run.until("worker 1 #2")
         run.stop()
         run.until("stopping…")
         assert run.end() == 130
     assert b"100%" not in run.shown
+    seen = [line for line in run.screen() if line.startswith("stopping…")]
+    assert seen == ["stopping… finishing batches, testing, saving; Ctrl-C again ends at once"]
+    assert sum(line.startswith("process ") for line in run.screen()) == 1
     last = read_events(tmp_path / "r")[-1]
     assert (last["interrupted"], last["last_checkpoint"], last["unsaved_steps"]) == (True, 1, 0)
     shares = [event["fraction"] for event in read_events(tmp_path / "r") if event["event"] == "progress"]

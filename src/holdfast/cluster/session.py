@@ -64,8 +64,7 @@ def _tell(job: Job, result: JobResult, console: Console) -> None:
 
 def _then(config: Config) -> str:
     saved = config.checkpoint is not None and config.checkpoint.save_last
-    tested = "the model is tested and saved" if saved else "the model is tested"
-    return f"workers finish their batches, then {tested}; a second Ctrl-C skips that"
+    return f"finishing batches, testing{', saving' if saved else ''}; Ctrl-C again ends at once"
 
 
 def resuming(

@@ -55,9 +55,7 @@ def _run(config: Config, console: Console, notice: Notice) -> Outcome:
         try:
             trainer = Trainer(config, events)
             with stop_on_signals() as received, build_view(console) as view:
-                notice.then = (
-                    "the step under way is finished and the model tested; a second Ctrl-C skips that"
-                )
+                notice.then = "finishing the step, testing; Ctrl-C again ends at once"
 
                 def on_progress(progress: Progress) -> None:
                     view.update(progress)
