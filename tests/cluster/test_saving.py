@@ -158,6 +158,9 @@ def kill_and_resume(tmp_path: Path, seeds: range) -> Counter[str]:
             unfinished += not outcome.finished
             assert outcome.finished or outcome.violations == ["the job did not end"], (seed, part)
             assert not outcome.finished or outcome.violations == [], (seed, part)
+            keeper = cluster.keepers[-1]
+            told = keeper.failures.unsaved, keeper.saved_steps
+            assert not outcome.finished or told == (False, BATCHES), (seed, part)
             versions += len(check(plan, servers=1 + (seed + part) % 4))
             shape = {} if seed % 3 == part else {"servers": 1 + (seed + part) % 3, "workers": 1 + part}
             plan = resumed(plan, **shape)
