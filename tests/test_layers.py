@@ -22,7 +22,7 @@ LAYERS = [
     {"training"},
     {"checkpoint", "policy", "tables", "coding", "models", "data"},
     {"kernels"},
-    {"events"},
+    {"events", "stopping"},
     {"options", "recipe", "screen"},
     {"errors"},
     {"redaction"},

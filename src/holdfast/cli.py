@@ -1,6 +1,7 @@
 """The commands. No logic: each parses its arguments, calls the library and shows what it returns.
 
-Exit codes: 0 done; 1 an error that a sentence on stderr explains; 2 wrong usage; 128 + n stopped by signal n.
+Exit codes: 0 done; 1 an error that a sentence on stderr explains; 2 wrong usage; 3 trained, but the state at
+the end is not saved; 128 + n stopped by signal n.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from holdfast import cli_planning
 from holdfast._version import __version__
 from holdfast.errors import NO_THREAD, ConfigError, HoldfastError, is_lack_of_threads
 from holdfast.recipe import find_own_modules
+from holdfast.screen import RunConsole, say, say_error
+from holdfast.stopping import Notice
+
+_UNSAVED = 3
+_notice = Notice()
 
 app = typer.Typer(
     help="Keeps the training of recommendation models going when machines fail.",
@@ -85,28 +90,38 @@ def train(
     ] = None,
 ) -> None:
     """Train a recommendation model: in this process, or with --servers in many."""
+    job = {"servers": servers, "workers": workers, "kill": kill}
+    overrides = [f"job.{key}={json_.dumps(value)}" for key, value in job.items() if value is not None]
+    protection = [] if protect is None else [f"job.protection={json_.dumps(protect)}"]
+    try:
+        # First: what --set says of it is on top.
+        code = _train(config, [*protection, *(set_ or []), *overrides], seed, run)
+    except KeyboardInterrupt as stop:
+        _notice.wait()
+        lines = getattr(stop, "lines", ["stopped before training began", "nothing was saved"])
+        say(RunConsole(), *lines)
+        code = 128 + signal.SIGINT
+    if code:
+        raise typer.Exit(code)
+
+
+def _train(config: Path | None, overrides: list[str], seed: int | None, run: str | None) -> int:
+    """The exit code."""
     # Importing torch takes seconds: only commands that need it do.
     from holdfast.training.config import load  # noqa: PLC0415
 
     find_own_modules()
-    job = {"servers": servers, "workers": workers, "kill": kill}
-    overrides = [f"job.{key}={json_.dumps(value)}" for key, value in job.items() if value is not None]
-    protection = [] if protect is None else [f"job.protection={json_.dumps(protect)}"]
-    # First: what --set says of it is on top.
-    loaded = load(config, [*protection, *(set_ or []), *overrides], seed=seed, run=run)
-    if loaded.job.servers:
-        from holdfast.cluster import session as jobs  # noqa: PLC0415
-
-        try:
-            stopped_by = jobs.run(loaded, Console()).signal
-        except KeyboardInterrupt:  # the second one
-            stopped_by = signal.SIGINT
-    else:
+    loaded = load(config, overrides, seed=seed, run=run)
+    console = RunConsole()
+    if not loaded.job.servers:
         from holdfast.training import session  # noqa: PLC0415
 
-        stopped_by = session.run(loaded, Console()).signal
-    if stopped_by is not None:
-        raise typer.Exit(128 + stopped_by)
+        stopped_by = session.run(loaded, console, _notice).signal
+        return 128 + stopped_by if stopped_by is not None else 0
+    from holdfast.cluster import session as jobs  # noqa: PLC0415
+
+    result = jobs.run(loaded, console, _notice)
+    return 128 + result.signal if result.signal is not None else _UNSAVED if result.unsaved else 0
 
 
 @app.command(epilog="Example: holdfast bench train --quick --json figures.json")
@@ -200,6 +215,8 @@ def chaos(
         else:
             good = not session.run_on_virtual_time(seed, simulated, json, Console()).violations
     except KeyboardInterrupt:
+        _notice.wait()
+        say(RunConsole(), "stopped: what was not checked by then is not known to be right")
         raise typer.Exit(128 + signal.SIGINT) from None
     if not good:
         raise typer.Exit(1)
@@ -368,7 +385,8 @@ def gc(
 def main() -> None:
     """The ``holdfast`` command."""
     try:
-        app()
+        with _notice:
+            app()
     except HoldfastError as error:
         _fail(str(error))
     except (MemoryError, RuntimeError) as error:
@@ -385,7 +403,7 @@ def main() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    say_error(message)
     sys.exit(1)
 
 

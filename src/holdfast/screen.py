@@ -1,16 +1,46 @@
-"""Tables for people, on screens of any width."""
+"""What people see: consoles for long runs, and tables for screens of any width."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
+
+
+class RunConsole(Console):
+    """A console for long runs: when nobody reads it any more, as when Ctrl-C has ended a ``tee`` behind it,
+    the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Drop this and all later output."""
+        self.quiet = True
+        drop_output()
+
+
+def drop_output() -> None:
+    """Let standard output lead nowhere from now on."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def say_error(message: str) -> None:
+    """Print an error's sentence to standard error."""
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 class Columns:

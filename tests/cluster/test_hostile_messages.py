@@ -207,7 +207,7 @@ def test_what_servers_say_of_their_files_can_be_anything(tmp_path: Path) -> None
     assert cluster.network.run(lambda: cluster.supervisor.finished, 600)
     cluster.close()
     assert not wrong
-    assert cluster.keepers[-1].errors
+    assert cluster.keepers[-1].failures()
     versions, problems = wrong_versions(plan, 100, servers=3)
     assert versions
     assert not problems

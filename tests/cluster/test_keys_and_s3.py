@@ -75,7 +75,7 @@ def test_a_job_with_keys_goes_on_from_an_object_store(
         )  # fmt: skip
 
     first = job("first", max_steps=170).run(look)
-    assert (first.steps, first.save_errors) == (170, ())
+    assert (first.steps, first.save_failures) == (170, ())
     assert first.versions
     assert mechanisms == ["CURVE"] * 3, "the supervisor's and the servers'"
     with open_store(store, create=False) as opened:

@@ -79,6 +79,34 @@ def test_loss_and_share_done() -> None:
     assert reports.note(status(90, 0.4, phase="stopping")).fraction == 1.0
 
 
+def test_a_job_that_was_stopped_is_not_done() -> None:
+    for progress in (0.5, 0.999, 1.0):
+        reports = Reports(load(), EventLog(None))
+        reports.note(status(20, 0.5, progress=progress))
+        stopped = reports.note(status(20, 0.5, progress=progress, phase="stopping"), stopped=True)
+        assert stopped.fraction < 1
+        for view in (render(stopped, 3.0, 5.0), plain(stopped)):
+            text = shown(view)
+            assert "100%" not in text
+            assert ("50%" if progress == 0.5 else "99%") in text
+            assert "stopping" in text
+            assert "left" not in text
+
+
+def shown(what: Any) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def plain(progress: JobProgress) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    PlainJobView(console).update(progress)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def test_progress_events_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
     with EventLog(tmp_path) as events:
         reports = Reports(load(None, ["report_every=10"]), events)
@@ -122,7 +150,30 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
             {"version": 3, "step": 5, "bytes": 5_000_000},
             "saved version 3 at step 5: 5.0 MB",
         ),
-        ("checkpoint_failed", {"error": "disk full"}, "checkpoint failed: disk full"),
+        (
+            "checkpoint_failed",
+            {"version": 3, "error": "two disks full", "why": "disk full", "again": False},
+            "version 3 was not saved, training goes on: disk full",
+        ),
+        (
+            "checkpoint_failed",
+            {"version": None, "error": "", "why": "no store", "again": False},
+            "a checkpoint was not saved, training goes on: no store",
+        ),
+        ("checkpoint_failed", {"version": 3, "error": "", "why": "disk full", "again": True}, None),
+        (
+            "checkpoint_tidy_failed",
+            {"version": 3, "error": "disk full", "again": False},
+            "version 3 is saved, but files could not be rearranged: disk full",
+        ),
+        ("checkpoint_tidy_failed", {"version": 3, "error": "disk full", "again": True}, None),
+        ("checkpoint_damaged", {"version": None, "error": "bad"}, "checkpoint damaged: bad"),
+        ("store_not_opened", {"message": "the store is gone"}, "the store is gone; it is tried again"),
+        (
+            "store_waited_for",
+            {"message": "", "most_seconds": 120.0},
+            "the job waits for its store, at most 120 s",
+        ),
         ("server_lost", {"slot": 1, "reason": "x", "protected": False}, None),  # the error says it
         (
             "server_lost",
@@ -170,7 +221,11 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
             "server 2: its network lacks 3 updates, whose only copy a worker had",
         ),
         ("data_lost", {"message": "server 1 died"}, "data was lost: server 1 died"),
-        ("store_locked", {"message": "s3://a is locked"}, "the job waits for its store: s3://a is locked"),
+        (
+            "store_locked",
+            {"message": "s3://a is locked", "most_seconds": 90.0},
+            "the job waits for its store, at most 90 s: s3://a is locked",
+        ),
         ("job_restored", {"version": 4, "step": 900}, "the job goes on from version 4, step 900"),
     ],
 )

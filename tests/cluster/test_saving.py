@@ -18,18 +18,21 @@ from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.local_files import Files
 from holdfast.checkpoint.verify import verify_versions
+from holdfast.cluster.messages import Happening
 from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.progress import tell
 from holdfast.cluster.resuming import find_resume
 from holdfast.cluster.saving import ShardSaver
 from holdfast.cluster.stored import encoder_of
 from holdfast.cluster.transport.memory import CALM, Weather
+from holdfast.cluster.unsaved import count
 from holdfast.coding.placement import Placement
 from holdfast.errors import CorruptCheckpoint, ModelMismatch
 from holdfast.sim.cluster import counting_plan
 from holdfast.sim.saving import MortalFiles, QuickFiles, SavedCluster, saved_plan, wrong_versions
 from holdfast.sim.schedule import plan_of, simulate
 from holdfast.tables.shard import GroupShard
-from holdfast.testing.faults import FaultyFiles
+from holdfast.testing.faults import FaultyFiles, SmallDisk
 from holdfast.training.saving import CheckpointConfig
 
 BATCHES = 100
@@ -37,6 +40,10 @@ ROWS = 4000
 """So many that most batches leave most rows alone: what is missing in one version is missing in the next, and
 after some versions it is worth while to rearrange files."""
 STRATEGIES = ("chunked", "incremental", "differential", "full")
+
+
+class Disk(SmallDisk, QuickFiles):
+    """A small disk that is quick: it does not crash."""
 
 
 def config(path: Path, strategy: Any = "chunked", **options: Any) -> CheckpointConfig:
@@ -83,7 +90,7 @@ def test_every_version_is_a_consistent_cut(tmp_path: Path, strategy: str, k: int
     versions = check(plan, servers=2)
     assert len(versions) >= 6
     assert cluster.keepers[0].saved == versions
-    assert cluster.keepers[0].errors == []
+    assert cluster.keepers[0].failures() == ()
     assert resumed(plan).resume is not None
 
 
@@ -151,6 +158,9 @@ def kill_and_resume(tmp_path: Path, seeds: range) -> Counter[str]:
             unfinished += not outcome.finished
             assert outcome.finished or outcome.violations == ["the job did not end"], (seed, part)
             assert not outcome.finished or outcome.violations == [], (seed, part)
+            keeper = cluster.keepers[-1]
+            told = keeper.failures.unsaved, keeper.saved_steps
+            assert not outcome.finished or told == (False, BATCHES), (seed, part)
             versions += len(check(plan, servers=1 + (seed + part) % 4))
             shape = {} if seed % 3 == part else {"servers": 1 + (seed + part) % 3, "workers": 1 + part}
             plan = resumed(plan, **shape)
@@ -185,9 +195,11 @@ def test_a_supervisor_that_dies_at_any_step_of_a_save(tmp_path: Path, strategy: 
     assert fired > 5
 
 
-def faulty(operation: str, at: int, times: int, made: list[FaultyFiles]) -> Callable[[], Files]:
+def faulty(
+    operation: str, at: int, times: int, made: list[FaultyFiles], number: int = errno.ENOSPC
+) -> Callable[[], Files]:
     def make() -> Files:
-        made.append(FaultyFiles(operation, at, errno.ENOSPC, times))
+        made.append(FaultyFiles(operation, at, number, times))
         return made[-1]
 
     return make
@@ -205,10 +217,92 @@ def test_a_save_that_fails_is_said_and_its_rows_are_in_the_next(
     cluster = run(plan, **options)
     assert sum(files.fired for files in made) > 0
     versions = check(plan)
-    assert cluster.keepers[0].errors
-    assert any("no space left" in error for error in cluster.keepers[0].errors)
-    assert cluster.events("checkpoint_failed") + cluster.events("checkpoint_tidy_failed") > 0
+    keeper = cluster.keepers[0]
+    failures = [*keeper.failures(), *keeper.untidy()]
+    assert failures
+    assert any(failure.why.startswith("no space left") for failure in failures)
+    assert count(keeper.failures()) == cluster.events("checkpoint_failed")
+    assert count(keeper.untidy()) == cluster.events("checkpoint_tidy_failed")
     assert len(versions) >= 4
+    # What came later was saved, the state at the end, too.
+    assert (keeper.failures.unsaved, keeper.last_version, keeper.saved_steps) == (
+        False,
+        versions[-1],
+        BATCHES,
+    )
+
+
+@pytest.mark.parametrize("operation", ["create", "link"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("side", ["server", "supervisor"])
+def test_when_every_save_fails_each_cause_is_said_once(
+    tmp_path: Path, operation: str, number: int, side: str
+) -> None:
+    """Whether the store cannot be opened, servers cannot write, or no manifest can be published."""
+    for at in (1, 8):  # for a supervisor: before it has taken the store over, and behind that
+        made: list[FaultyFiles] = []
+        plan = saved_plan(job(servers=3, workers=2, atomic=False), config(tmp_path / str(at), every_steps=10))
+        options: dict[str, Any] = {f"{side}_files": faulty(operation, at, 10**9, made, number)}
+        cluster = run(plan, **options)
+        keeper = cluster.keepers[0]
+        if at == 8 and check(plan):
+            continue  # some were saved: see above
+        failures = keeper.failures()
+        assert count(failures) == cluster.events("checkpoint_failed") > 2
+        assert keeper.failures.unsaved
+        assert (keeper.last_version, keeper.saved_steps) == (0, 0)
+        kinds = {errno.ENOSPC: "full", errno.EACCES: "denied", errno.EIO: ""}
+        assert {failure.kind for failure in failures} == {kinds[number]}
+        news = [tell(Happening(0.0, event, figures)) for event, figures in keeper.events]
+        told = [text for text in news if text is not None and not text.startswith("saved version")]
+        assert len(told) == len(set(told)) == len(failures), told
+        for failure in failures:
+            assert "keep" not in failure.why, "there is nothing to be deleted"
+            assert "'" not in failure.why, "the names of files differ each time"
+
+
+def test_on_a_full_disk_with_versions_to_spare_keeping_fewer_is_named(tmp_path: Path) -> None:
+    made: list[FaultyFiles] = []
+    plan = saved_plan(job(servers=2, workers=2, atomic=False), config(tmp_path, "full", every_steps=10))
+    cluster = run(plan, server_files=faulty("create", 4, 10**9, made))
+    keeper = cluster.keepers[0]
+    assert len(keeper.saved) > 1
+    assert keeper.failures.unsaved
+    assert 0 < keeper.saved_steps < BATCHES
+    (failure,) = keeper.failures()
+    assert failure.why.endswith(f"(holdfast ckpt gc {tmp_path / 'store'} --keep N, or checkpoint.keep=N)")
+
+
+def test_the_last_save_is_tried_again_once_there_is_room(tmp_path: Path) -> None:
+    """A job that keeps fewer versions than are there deletes them when the disk turns out to be full."""
+    saving = config(tmp_path, "full", every_steps=5)
+    # More than there is in the store's reserve.
+    plan = saved_plan(counting_plan(servers=2, workers=2, atomic=False, rows=60_000), saving)
+    cluster = SavedCluster(plan, 1, BATCHES)
+    simulate(1, batches=BATCHES, faults=0, cluster=cluster, most_seconds=2.0)
+    cluster.close()
+    assert len(check(plan)) > 2
+    few = msgspec.structs.replace(saving, every_steps=None, keep=1)
+    again = resumed(saved_plan(plan, few))
+    most = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
+    keeper = run(
+        again,
+        server_files=lambda: Disk(most, 10**9),
+        supervisor_files=lambda: Disk(most, 10**9),
+    ).keepers[0]
+    assert count(keeper.failures()) == 1
+    assert (keeper.failures.unsaved, keeper.saved_steps) == (False, BATCHES)
+
+
+def test_a_store_that_others_write_to_is_waited_for_and_given_up(tmp_path: Path) -> None:
+    plan = saved_plan(job(servers=2, workers=2, atomic=False), config(tmp_path))
+    with LocalStore(str(tmp_path / "store"), create=True) as store, store.lock_writer():
+        keeper = run(plan).keepers[0]
+    (failure,) = keeper.failures()
+    assert (failure.kind, keeper.failures.unsaved) == ("locked", True)
+    assert "stop it or choose another store" in failure.why
+    waited = [figures for event, figures in keeper.events if event == "store_waited_for"]
+    assert len(waited) == 1
 
 
 def test_a_job_that_goes_on_with_the_same_servers_saves_only_what_changed(tmp_path: Path) -> None:

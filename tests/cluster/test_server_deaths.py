@@ -129,7 +129,12 @@ def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("protection", "dead", "says"),
     [
-        ("", ("server:1", "server:2", "server:3"), r"more servers have died than a code of 2 \+ 1 covers"),
+        (
+            "",
+            ("server:1", "server:2"),
+            r"could not recover .*: more servers have died than a code of 2 \+ 1 covers; .* perhaps not all: "
+            r".*one/lost/first-found-server-[12]-2\.csv",
+        ),
         (", atomic: false, dense: workers", ("server:1", "worker:0"), "rows of the network .* only workers"),
     ],
     ids=["servers", "the network's last copy"],
@@ -147,8 +152,11 @@ def test_more_deaths_than_the_code_covers(
         f"job.protection={{kind: erasure-code, k: 2, r: 1{protection}}}",
         f"job.kill={[f'{one}@step:90' for one in dead]}",
     ]
-    with pytest.raises(hf.DataLoss, match=says):
+    with pytest.raises(hf.DataLoss, match=says) as lost:
         hf.Job.from_config(load(None, [*settings, f"run={tmp_path / 'one'}"])).run()
+    for path in (tmp_path / "one").glob("lost/*"):
+        assert len(path.read_text().splitlines()) > 1
+        assert path.name.startswith("first-found-"), lost
     saved = [*settings, f"checkpoint.path={tmp_path / 'store'}", "checkpoint.every_steps=40"]
     save_a_version(saved, 50, tmp_path / "first")
     config = load(None, [*saved, f"run={tmp_path / 'two'}"])

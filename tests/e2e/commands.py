@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Self
+
+from holdfast.events import read_events
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 SMALL = [
@@ -32,23 +36,29 @@ def holdfast(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-class Terminal:
-    """A command at a terminal; what it shows is read all along, or it would wait for that.
+def wait_for_step(folder: Path, step: int = 1) -> None:
+    """Return when a run's log says that it has come so far."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (folder / "events.jsonl").exists() or not any(
+        event["event"] == "progress" and event["step"] >= step for event in read_events(folder)
+    ):
+        assert time.monotonic() < deadline, f"{folder} has not come to step {step}"
+        time.sleep(0.05)
+
+
+class Watched:
+    """A command whose output is read all along, or it would wait for that.
 
     Attributes:
         process: the command's.
         shown: what it has shown so far.
     """
 
-    def __init__(self, *arguments: str, cwd: Path, columns: int) -> None:
+    process: subprocess.Popen[bytes]
+    _screen: int
+
+    def __init__(self) -> None:
         self.shown = b""
-        self._screen, keyboard = pty.openpty()
-        self.process = subprocess.Popen(
-            [*HOLDFAST, *arguments],
-            cwd=cwd, stdout=keyboard, stderr=keyboard,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": str(columns)},
-        )  # fmt: skip
-        os.close(keyboard)
 
     def __enter__(self) -> Self:
         return self
@@ -59,10 +69,10 @@ class Terminal:
         os.close(self._screen)
 
     def until(self, text: str) -> None:
-        """Return when it shows something that it has not shown before."""
+        """Return when it has shown this."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while text.encode() not in self.shown:
-            assert self._read(deadline), f"it ended without showing {text!r}: {self.shown.decode()}"
+            assert self._read(deadline), f"it ended without showing {text!r}: {self.lines()[-40:]}"
 
     def end(self) -> int:
         """Wait for its end; the exit code."""
@@ -71,12 +81,73 @@ class Terminal:
             pass
         return self.process.wait(PATIENCE_SECONDS)
 
+    def lines(self) -> list[str]:
+        """What it has shown, without what tells a terminal how to show it."""
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown.decode())
+        return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip("━╺╸ ")]
+
     def _read(self, deadline: float) -> bool:
         ready, _, _ = select.select([self._screen], [], [], max(0.0, deadline - time.monotonic()))
-        assert ready, f"it hangs: {self.shown.decode()}"
+        assert ready, f"it hangs: {self.lines()[-40:]}"
         try:
             piece = os.read(self._screen, 65536)
-        except OSError:  # how Linux says that the other end is closed
+        except OSError:  # how Linux says that the other end of a terminal is closed
             return False
         self.shown += piece
         return bool(piece)
+
+
+class Terminal(Watched):
+    """A command at a terminal, which is its own: keys can be pressed."""
+
+    def __init__(self, *arguments: str, cwd: Path, columns: int) -> None:
+        super().__init__()
+        self._screen, keyboard = pty.openpty()
+        self.process = subprocess.Popen(
+            ["setsid", "--ctty", *HOLDFAST, *arguments],
+            cwd=cwd, stdin=keyboard, stdout=keyboard, stderr=keyboard,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": str(columns)},
+        )  # fmt: skip
+        os.close(keyboard)
+
+    def screen(self) -> list[str]:
+        """The lines that can be read in the end, of a screen that is high enough."""
+        rows: list[str] = [""]
+        row = column = 0
+        for move, count, text in re.findall(r"\x1b\[([0-9;?]*)([a-zA-Z])|([^\x1b])", self.shown.decode()):
+            if count == "A":
+                row = max(0, row - int(move or 1))
+            elif count == "K":
+                rows[row] = ""
+            elif text == "\r":
+                column = 0
+            elif text == "\n":
+                row += 1
+                rows += [""] * (row + 1 - len(rows))
+            elif text:
+                rows[row] = rows[row][:column].ljust(column) + text + rows[row][column + 1 :]
+                column += 1
+        return [line.rstrip() for line in rows]
+
+    def stop(self) -> None:
+        """Press Ctrl-C."""
+        os.write(self._screen, b"\x03")
+
+
+class Pipe(Watched):
+    """A command whose output goes to a pipe."""
+
+    def __init__(self, *arguments: str, cwd: Path) -> None:
+        super().__init__()
+        self._screen, theirs = os.pipe()
+        self.process = subprocess.Popen([*HOLDFAST, *arguments], cwd=cwd, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+
+    def stop(self) -> None:
+        """As Ctrl-C does at a terminal."""
+        self.process.send_signal(signal.SIGINT)
+
+    def stop_reading(self) -> None:
+        """As a ``tee`` that Ctrl-C has ended, too."""
+        os.close(self._screen)
+        self._screen = os.open(os.devnull, os.O_RDONLY)

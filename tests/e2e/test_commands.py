@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from holdfast.events import read_events
 from holdfast.training.config import load
-from tests.e2e.commands import ENDLESS, HOLDFAST, PATIENCE_SECONDS, SMALL, Terminal, holdfast
+from tests.e2e.commands import ENDLESS, SMALL, Pipe, Terminal, holdfast, wait_for_step
 
 
 def test_train_prints_a_summary_and_keeps_its_figures(tmp_path: Path) -> None:
@@ -43,21 +41,16 @@ def test_a_run_can_be_repeated_from_its_folder_bit_for_bit(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_cleanly_with_a_summary(tmp_path: Path, number: int, code: int) -> None:
-    process = subprocess.Popen(
-        [*HOLDFAST, "train", *SMALL, ENDLESS, "--run", "r"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    events = tmp_path / "r" / "events.jsonl"
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (events.exists() and b'"progress"' in events.read_bytes()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == code, errors
-    assert "interrupted after" in output
-    assert "test AUC" in output
+    with Pipe("train", *SMALL, ENDLESS, "--run", "r", cwd=tmp_path) as run:
+        wait_for_step(tmp_path / "r")
+        run.process.send_signal(number)
+        run.until("stopping…")
+        assert run.end() == code
+    lines = run.lines()
+    assert any(line.startswith("interrupted after") for line in lines)
+    assert any(line.startswith("test AUC") for line in lines)
+    assert lines[-1].startswith("nothing was saved")
+    assert not any("100%" in line for line in lines)
     last = read_events(tmp_path / "r")[-1]
     assert (last["event"], last["interrupted"]) == ("run_finished", True)
 

@@ -44,7 +44,7 @@ Path(folder).mkdir()
 with EventLog(Path(folder)) as events:
     result = Runner(plan, LocalLauncher(Path(folder)), Path(folder), events).run()
 print(json.dumps({"steps": result.steps, "samples": result.samples, "auc": result.auc,
-                  "versions": result.versions, "errors": result.save_errors}))
+                  "versions": result.versions, "errors": result.save_failures}))
 """
 
 

@@ -118,13 +118,16 @@ def test_the_live_view_on_a_terminal_and_a_clean_stop(tmp_path: Path) -> None:
     with Terminal("train", *JOB, ENDLESS, *kill, cwd=tmp_path, columns=100) as terminal:
         terminal.until("worker 1 #2")
         terminal.until("goes on behind its batch")
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.stop()
+        terminal.until("stopping…")
         assert terminal.end() == 130
     for part in (
         "process", "rows held", "supervisor", "server 1", "pushes/s", "samples/s", "MB", "loss ",
         "was killed by signal 9", "interrupted after", "test AUC",
     ):  # fmt: skip
         assert part.encode() in terminal.shown, part
+    assert terminal.lines()[-1].startswith("nothing was saved: set checkpoint.path")
+    assert b"100%" not in terminal.shown
     last = read_events(tmp_path / "r")[-1]
     assert (last["event"], last["interrupted"], last["signal"]) == ("run_finished", True, signal.SIGINT)
     assert last["steps"] > 40
@@ -135,16 +138,29 @@ def test_a_second_signal_does_not_wait_for_the_test_part(tmp_path: Path) -> None
     long = "--set=data.test_samples=50000000"
     with Terminal("train", *JOB, ENDLESS, long, cwd=tmp_path, columns=100) as terminal:
         terminal.until("loss ")
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.stop()
         terminal.until("done")  # of the two workers one tests
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.stop()
         assert terminal.end() == 130
     assert b"interrupted after" not in terminal.shown
+    assert "stopped at once" in terminal.lines()
+    assert terminal.lines()[-1].startswith("nothing was saved")
     check_none_is_left(tmp_path / "r")
 
 
-def test_a_kill_without_processes_is_refused(tmp_path: Path) -> None:
-    done = holdfast("train", *SMALL, "--kill", "server:0@step:3", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kill", "server:0@step:3"], "job.kill (--kill) is set but job.servers is 0"),
+        (["--workers", "4"], "job.workers (--workers) is set but job.servers is 0"),
+        (["--protect", "none"], "job.protection (--protect) is set but job.servers is 0"),
+        (["--set", "checkpoint.path=c"], "only jobs are saved by it: set job.servers (--servers)"),
+    ],
+)
+def test_what_only_jobs_use_is_refused_without_servers(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = holdfast("train", *SMALL, *arguments, cwd=tmp_path)
     assert done.returncode == 1
-    assert "job.servers is 0" in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
     assert list(tmp_path.iterdir()) == []

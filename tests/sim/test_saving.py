@@ -38,7 +38,7 @@ def problems(cluster: SavedCluster, batches: int = BATCHES) -> list[str]:
     outcome = simulate(1, batches=batches, faults=0, cluster=cluster)
     cluster.close()
     assert len(cluster.keepers) == 2, "one has died"
-    errors = [error for keeper in cluster.keepers for error in keeper.errors]
+    errors = [one.why for keeper in cluster.keepers for one in (*keeper.failures(), *keeper.untidy())]
     try:
         versions, wrong = wrong_versions(cluster.plan, batches, servers=3)
         assert len(versions) > 2
@@ -171,7 +171,7 @@ def test_a_version_stands_whose_servers_die_when_they_have_written_it(tmp_path: 
     supervisor.advance(cluster.network.now)
     cluster.network.flush(supervisor)
     assert finish(cluster) == []
-    assert keeper.errors == []
+    assert (keeper.failures(), keeper.untidy()) == ((), ())
     assert keeper.saved == [1]
 
 

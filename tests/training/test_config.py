@@ -7,7 +7,15 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.options import ErasureCode, NoProtection, Policy, Protection, Replication
-from holdfast.training.config import Config, CriteoConfig, ModelConfig, SyntheticConfig, load, to_yaml
+from holdfast.training.config import (
+    Config,
+    CriteoConfig,
+    JobConfig,
+    ModelConfig,
+    SyntheticConfig,
+    load,
+    to_yaml,
+)
 from holdfast.training.saving import CheckpointConfig
 from holdfast.training.trainer import Trainer
 
@@ -115,12 +123,9 @@ def test_the_demonstration() -> None:
         ("model.dim=8", r"model\.bottom ends in 16 but model\.dim is 8"),
         ("model.top=[5]", r"model\.top ends in 5: expected 1"),
         ("model.top=[]", r"model\.top"),
-        ("job.kill=[server:0@step:3]", r"job\.kill is server:0@step:3 but job\.servers is 0"),
         ("job={servers: 2, kill: [worker:2@step:3]}", "the job has 2 workers, expected one of 0 to 1"),
         ("job={servers: 2, kill: [server:2@step:3]}", "the job has 2 servers, expected one of 0 to 1"),
         ("job={servers: 2, kill: [worker 2]}", "kill 'worker 2': expected ROLE:SLOT@step:N"),
-        ("job.protection=2+1", r"job\.protection is set but job\.servers is 0"),
-        ("job.server_processors=[0]", r"job\.server_processors is set but job\.servers is 0"),
         (
             "job={servers: 2, server_processors: [-1]}",
             r"job\.server_processors\[0\]: expected `int` >= 0",
@@ -163,6 +168,58 @@ def test_the_demonstration() -> None:
 def test_mistakes_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(None, [override])
+
+
+# Every key of the section, with its default and another value.
+OF_JOBS = {
+    "workers": ("2", "4"),
+    "protection": ("none", "2+1"),
+    "staleness": ("1", "0"),
+    "bind": ("tcp://127.0.0.1", "tcp://10.0.0.1"),
+    "keys": ("null", "folder"),
+    "kill": ("[]", "[server:0@step:3]"),
+    "silent_seconds": ("10", "3"),
+    "server_processors": ("[]", "[0]"),
+    "compare_recovered": ("false", "true"),
+}
+
+
+def test_all_keys_of_jobs_are_tried() -> None:
+    assert {"servers", *OF_JOBS} == set(JobConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize("key", OF_JOBS)
+def test_what_only_jobs_use_is_refused_without_servers(tmp_path: Path, key: str) -> None:
+    """Whether it is an override, also of the default's value, or stands in a file."""
+    usual, other = OF_JOBS[key]
+    for value in (usual, other):
+        for overrides in (
+            [f"job.{key}={value}"],
+            [f"job={{{key}: {value}}}"],
+            [f"job.{key}={value}", "job.servers=0"],
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"job\.{key} .*but job\.servers is 0.*--servers"
+            ) as refused:
+                load(None, overrides)
+            assert "leave it out" in str(refused.value)
+        with pytest.raises(ConfigError, match=rf"job\.{key} .*but job\.servers is 0"):
+            load(write(tmp_path, f"job: {{{key}: {value}}}"))
+    with pytest.raises(ConfigError, match=rf"job\.{key} .*but job\.servers is 0"):
+        load(write(tmp_path, f"job: {{servers: 0, {key}: {other}}}"))
+    assert load(write(tmp_path, f"job: {{servers: 0, {key}: {usual}}}")) == load(), "as a run writes it down"
+
+
+def test_several_keys_of_jobs_are_named_together() -> None:
+    with pytest.raises(
+        ConfigError, match=r"job\.workers \(--workers\) and job\.staleness are set but .*leave them out"
+    ):
+        load(None, ["job.staleness=0", "job.workers=4"])
+
+
+def test_a_plan_may_decide_the_servers(tmp_path: Path) -> None:
+    path = write(tmp_path, "job: {workers: 4}")
+    assert load(path, lacks_servers=True).job.workers == 4
 
 
 def test_partial_recovery_by_priority_and_full_versions_do_not_go_together() -> None:

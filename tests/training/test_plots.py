@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.events import EventLog
+from holdfast.stopping import Notice
 from holdfast.training import plots
 from holdfast.training.config import load
 
@@ -73,7 +74,7 @@ def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'holdfast\[plots\]'"):
-        run(load(None, ["plot=true"]), None)  # type: ignore[arg-type]
+        run(load(None, ["plot=true"]), None, Notice())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("protection", ["2+1", "replicate", "partial", "none"])

@@ -6,16 +6,16 @@ schedule that shows something wrong can be run again to the last message.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 
 from holdfast.errors import ConfigError
 from holdfast.sim.schedule import simulate
+from holdfast.stopping import WorkerPool
 
 _PART = 20
 """Schedules that a process runs before it says how they went."""
@@ -69,13 +69,9 @@ def run_simulated(
     result = SimulatedResult()
     parts = [(at, min(_PART, first + count - at)) for at in range(first, first + count, _PART)]
     processes = min(len(parts), os.cpu_count() or 1)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        try:
-            for done in as_completed([pool.submit(run_part, *part) for part in parts]):
-                result.add(done.result())
-                on_progress(result)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # else it would wait for all of them
-            raise
+    with WorkerPool(processes) as pool:
+        for done in as_completed([pool.submit(run_part, *part) for part in parts]):
+            result.add(done.result())
+            on_progress(result)
     result.seconds = time.monotonic() - started
     return result

@@ -289,12 +289,15 @@ class Catalog:
             self.free_replaced()
         return True
 
-    def with_advice(self, error: BaseException) -> BaseException:
-        """The same error; if there is no space left and deleting versions would help, it says so."""
+    def with_advice(self, error: BaseException, setting: str = "Policy(keep=N)") -> BaseException:
+        """The same error; if there is no space left and deleting versions would help, it says so.
+
+        ``setting`` is what limits their number from now on.
+        """
         if not isinstance(error, StoreFull) or len(self.manifest.versions) < 2:
             return error
         advised = StoreFull(
-            f"{error}, or keep fewer versions (holdfast ckpt gc {self.store.url} --keep N, or Policy(keep=N))"
+            f"{error}, or keep fewer versions (holdfast ckpt gc {self.store.url} --keep N, or {setting})"
         )
         advised.__cause__ = error
         return advised

@@ -6,14 +6,11 @@ watches them, ``supervisor``, ``server`` and ``worker`` are what they run.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +24,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.planning import plan_job
 from holdfast.cluster.progress import JobProgress, Reports
 from holdfast.cluster.transport.address import LOCAL, check_shared
+from holdfast.cluster.unsaved import describe_lack, log
 from holdfast.cluster.witness import ROWS_FOLDER
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
@@ -34,6 +32,7 @@ from holdfast.errors import ConfigError, DataLoss, StoreLocked
 from holdfast.events import EventLog
 from holdfast.options import Kill, NoProtection, Protection
 from holdfast.recipe import Recipe, recipe_of
+from holdfast.stopping import stop_on_signals
 from holdfast.training.config import Config, load
 from holdfast.training.session import open_run
 
@@ -134,44 +133,54 @@ class Job:
             )
         )
         """All that decides the run."""
+        self.folder: Path | None = None
+        """The run's, once it has begun."""
 
     @classmethod
     def from_config(cls, config: Config) -> Job:
         """The job that a configuration describes; its ``job.servers`` must not be 0."""
         job = cls.__new__(cls)
-        job.config = _checked(config)
+        job.config, job.folder = _checked(config), None
         return job
 
     def run(self, on_status: Callable[[JobProgress], None] | None = None) -> JobResult:
         """Train, test and end; afterwards no process is left, whatever happened.
 
-        The first Ctrl-C (or SIGTERM) lets workers finish their batch, tests, and returns; a second one ends
-        all at once. Raises ``ServerLost`` when a server is gone and nothing protects its rows, ``DataLoss``
-        when more are gone than the code covers and there is no checkpoint to go back to, ``WorkerFailed``
-        when a worker cannot do its part.
+        The first Ctrl-C (or SIGTERM) lets workers finish their batch, tests, saves, and returns; a second
+        one, or one before training has begun, ends all at once. A checkpoint that cannot be saved does not
+        end the job: see ``unsaved`` and ``save_failures`` of the result; of the last one, the log warns.
+
+        Raises ``ServerLost`` when a server is gone and nothing protects its rows, ``DataLoss`` when more are
+        gone than the code covers and there is no checkpoint to go back to, ``WorkerFailed`` when a worker
+        cannot do its part.
 
         Args:
             on_status: called a few times a second with where the job stands.
         """
-        with open_run(self.config) as (folder, events, board):
+        with open_run(self.config) as (self.folder, events, board):
             reports = Reports(self.config, events)
+            started = False
 
             def take(status: Status) -> None:
-                progress = reports.note(status)
+                nonlocal started
+                started = status.phase != "starting"
+                progress = reports.note(status, stopped=bool(received))
                 if on_status is not None:
                     on_status(progress)
                 if progress.step:
                     board(progress)
 
             try:
-                with _stop_on_signals() as received:
-                    result = self._run(folder, events, take, lambda: bool(received))
+                with stop_on_signals(lambda: started) as received:
+                    result = self._run(self.folder, events, take, lambda: bool(received))
                     if result.interrupted:
                         result = replace(result, signal=received[0])
             except BaseException as error:
                 events.emit("run_failed", error=type(error).__name__, message=str(error))
                 raise
             events.emit("run_finished", **_figures(result))
+        if result.unsaved:
+            log.warning("%s", describe_lack(result))
         return result
 
     def _run(
@@ -198,6 +207,8 @@ class Job:
                     if plan.resume is None:
                         raise DataLoss(lost[-1])
                     runner.happened, runner.failures = earlier.happened, earlier.failures
+                    runner.saves = earlier.saves
+                    runner.saves.end()
                     runner.say("job_restored", version=plan.resume.version, step=plan.resume.steps)
                 elif plan.resume is not None:  # its supervisor logs it, but nobody would see it
                     figures = {"version": plan.resume.version, "step": plan.resume.steps}
@@ -304,28 +315,13 @@ def _environment() -> dict[str, str]:
 
 
 def _figures(result: JobResult) -> dict[str, Any]:
-    figures = {**asdict(result), "auc": result.auc, "servers_replaced": result.servers_replaced}
+    figures = {
+        **asdict(result),
+        "auc": result.auc,
+        "servers_replaced": result.servers_replaced,
+        "checkpoints_failed": result.checkpoints_failed,
+        "save_failures": [msgspec.structs.asdict(failure) for failure in result.save_failures],
+    }
     tests = [msgspec.structs.asdict(test) for test in result.tests]
     kills = [str(kill) for kill in result.kills_missed]
     return {**figures, "test": tests[-1], "tests": tests, "kills_missed": kills, "folder": str(result.folder)}
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Iterator[list[int]]:
-    """The signals received so far; each counts here once, the next one does what it did before."""
-    received: list[int] = []
-    before: dict[int, Any] = {}
-
-    def handle(number: int, frame: Any) -> None:
-        received.append(number)
-        signal.signal(number, before[number])
-
-    if threading.current_thread() is threading.main_thread():  # others are not told of signals
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # None: a handler that Python did not set, and cannot set again.
-            before[number] = signal.signal(number, handle) or signal.SIG_DFL
-    try:
-        yield received
-    finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)

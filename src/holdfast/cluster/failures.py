@@ -7,10 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.cluster.messages import Happening
+from holdfast.cluster.messages import Happening, Peer
+from holdfast.cluster.plan import JobPlan
 
+_LOST_FOLDER = "lost"
 _State = Literal["before", "degraded", "after"]
 
 
@@ -45,6 +48,16 @@ class ServerFailure:
     """… the version that they went back to (0: to their first values), …"""
     samples_lost: int = 0
     """… and how many samples had been trained on since: what they taught those rows is lost."""
+
+
+def lost_rows_path(folder: Path, server: Peer, plan: JobPlan) -> Path:
+    """Where in the run's folder a server that took over writes which rows are lost.
+
+    With ``beyond: job`` the job ends as soon as a row is found lost, and nobody looks for more: the name says
+    so.
+    """
+    first = "" if plan.beyond == "rows" else "first-found-"
+    return folder / _LOST_FOLDER / f"{first}server-{server.slot}-{server.incarnation}.csv"
 
 
 class Failures:

@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.cluster.checks import Admission
 from holdfast.cluster.epochs import Durable
-from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds
+from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds, lost_rows_path
 from holdfast.cluster.keys import JobKeys
 from holdfast.cluster.launch.base import Engine
 from holdfast.cluster.loop import flush
@@ -30,6 +30,7 @@ from holdfast.cluster.messages import (
     Happening,
     Peer,
     Role,
+    SaveFailure,
     Status,
     View,
     ViewNumber,
@@ -41,6 +42,7 @@ from holdfast.cluster.transport.address import LOCAL
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.private import private_folder
 from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.unsaved import SaveLedger, count, in_short
 from holdfast.cluster.watching import SupervisorWatch
 from holdfast.errors import DataLoss, JobFailed, ServerLost, WorkerFailed
 from holdfast.events import EventLog
@@ -84,8 +86,14 @@ class JobResult:
     """The signal that ended it then."""
     versions: tuple[int, ...] = ()
     """Checkpoints that were saved."""
-    save_errors: tuple[str, ...] = ()
-    """Why others could not be: the job went on without them."""
+    save_failures: tuple[SaveFailure, ...] = ()
+    """Why others could not be, and how many: the job went on without them."""
+    unsaved: bool = False
+    """Whether the last one that was to be saved, at the end or before, was not."""
+    last_checkpoint: int | None = None
+    """The version that the job can go on from, this run's or an earlier one's; None: there is none."""
+    unsaved_steps: int = 0
+    """Batches that are not in it; all of them if there is none."""
     losses: tuple[str, ...] = ()
     """What was lost each time that more servers died than the code covers, and the job went back to its last
     checkpoint."""
@@ -109,6 +117,11 @@ class JobResult:
     def auc(self) -> float:
         """On the test part, at the end."""
         return self.test.auc
+
+    @property
+    def checkpoints_failed(self) -> int:
+        """Checkpoints that could not be saved."""
+        return count(self.save_failures)
 
     @property
     def servers_replaced(self) -> int:
@@ -279,6 +292,8 @@ class Runner:
     """What this process itself has seen happen."""
     failures: Failures = field(default_factory=Failures)
     """Servers that died, also in runs that this one goes on from."""
+    saves: SaveLedger = field(default_factory=SaveLedger)
+    """Checkpoints that could not be saved, likewise."""
 
     def run(
         self,
@@ -372,6 +387,7 @@ class Runner:
                 seen = status
                 clock.note(status)
                 self.failures.note(status.happened)
+                self.saves.note(status)
                 speeds.note(status.samples, degraded=status.degraded and bool(self.failures()))
                 on_status(self._with_happenings(status))
                 self._kill(kills, status, launcher)
@@ -432,7 +448,10 @@ class Runner:
             folder=self.folder,
             interrupted=interrupted,
             versions=status.versions,
-            save_errors=status.save_errors,
+            save_failures=self.saves(),
+            unsaved=self.saves.unsaved,
+            last_checkpoint=status.last_version or None,
+            unsaved_steps=status.steps - status.saved_steps,
             failures=self.failures(),
             pls=sum(failure.samples_lost * failure.went_back for failure in self.failures())
             / max(1, status.samples * sum(group.rows for group in self.plan.groups[:-1])),
@@ -460,9 +479,11 @@ class Runner:
                 why = "the job cannot go on with these processes"
             if kind == "network":
                 why = "only workers had copies, and none that has computed with them is left"
+            lost = lost_rows_path(self.folder, peer, self.plan)
+            where = f", the rows found lost until then, perhaps not all: {lost}" if lost.exists() else ""
             return DataLoss(
                 f"{peer} {text} after {status.steps:,} steps: {why}; {self._cure(status, by_itself=True)} "
-                f"(logs: {logs})"
+                f"(logs: {logs}{where})"
             )
         if kind == "worker":
             return WorkerFailed(
@@ -474,12 +495,17 @@ class Runner:
 
     def _cure(self, status: Status, *, by_itself: bool = False) -> str:
         """What is to be done when rows are lost, or is done by itself."""
-        resume = self.plan.resume
-        version = status.versions[-1] if status.versions else resume.version if resume else None
-        if version is not None and by_itself:
+        version = status.last_version
+        if version and by_itself:
             return f"the job goes back to its last checkpoint, version {version}"
-        if version is not None:
+        if version:
             return f"start it again, and it goes on from its last checkpoint, version {version}"
+        failed = self.saves()
+        if failed:
+            return (
+                f"none of its {count(failed):,} checkpoints could be saved ({in_short(failed)}): see to "
+                "that, and start it again"
+            )
         if self.plan.saving is not None:
             return "it had not saved a checkpoint yet: start it again, and lower checkpoint.every_steps"
         return (

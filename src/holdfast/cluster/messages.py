@@ -390,6 +390,8 @@ class Saved(Struct, frozen=True, array_like=True, tag="saved"):
     """That writing took."""
     live_bytes: int = 0
     """That a restore reads of this server's files, beyond the full version."""
+    kind: str = ""
+    """Of the error (see ``unsaved.REASONS``)."""
 
 
 class NodeStatus(Struct, frozen=True, array_like=True):
@@ -411,6 +413,16 @@ class Happening(Struct, frozen=True, array_like=True):
     figures: dict[str, Any] = {}
 
 
+class SaveFailure(Struct, frozen=True, array_like=True):
+    """Checkpoints that could not be saved, all for the same cause."""
+
+    why: str
+    """A sentence, with what helps."""
+    kind: str = ""
+    """"full", "locked", "denied", "unreachable", or "" for anything else."""
+    count: int = 0
+
+
 class Status(Struct, frozen=True, array_like=True, tag="status"):
     """Supervisor → launcher: how the job is getting on."""
 
@@ -422,7 +434,7 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     tests: tuple[Evaluation, ...] = ()
     versions: tuple[int, ...] = ()
     """Checkpoints that this job has saved."""
-    save_errors: tuple[str, ...] = ()
+    save_failures: tuple[SaveFailure, ...] = ()
     """Why others could not be."""
     replaced: int = 0
     """Workers that died and were replaced."""
@@ -433,3 +445,9 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     """The last few events, so that one report may be lost."""
     degraded: bool = False
     """Whether rows or parities are lacking."""
+    unsaved: bool = False
+    """Whether the last version that was to be saved was not."""
+    last_version: int = 0
+    """That the job can go on from, this run's or an earlier one's; 0: none."""
+    saved_steps: int = 0
+    """Batches that are in it."""

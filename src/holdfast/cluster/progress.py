@@ -18,6 +18,7 @@ from holdfast.training.trainer import Progress, Test
 
 _WINDOW_SECONDS = 3.0
 _LEAST_SECONDS = 0.25
+_NEARLY = 0.999
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,12 @@ class JobProgress(Progress):
     """What happened since the last report, by the names of ``events.jsonl``."""
     redundancy: RedundancyStatus | None
     """None: servers are not protected."""
+    stopped: bool
+    """Whether it was told to end before its time."""
+    last_checkpoint: int | None
+    """The version that it could go on from; None: there is none."""
+    saved_steps: int
+    """Batches that are in it."""
 
 
 class Reports:
@@ -99,8 +106,8 @@ class Reports:
         self._seen: set[tuple[float, str]] = set()
         self._reported = 0
 
-    def note(self, status: Status) -> JobProgress:
-        """Take the next report."""
+    def note(self, status: Status, *, stopped: bool = False) -> JobProgress:
+        """Take the next report of a job that was told to end before its time, or not."""
         # Not by their time alone: the supervisor's report of an event may come behind a later one of ours.
         news = tuple(h for h in status.happened if (h.at, h.event) not in self._seen)
         self._seen |= {(h.at, h.event) for h in news}
@@ -110,12 +117,15 @@ class Reports:
             samples=status.samples,
             loss=_loss(status),
             samples_per_second=speed,
-            fraction=self._fraction(status),
+            fraction=self._fraction(status, stopped),
             test=_test(status.tests[-1]) if status.tests else None,
             phase=status.phase,
             processes=tuple(self._process(node) for node in status.nodes),
             news=news,
             redundancy=self._redundancy(status),
+            stopped=stopped,
+            last_checkpoint=status.last_version or None,
+            saved_steps=status.saved_steps,
         )
         if status.steps - self._reported >= self._config.report_every or (
             status.finished and status.steps > self._reported
@@ -124,8 +134,11 @@ class Reports:
             self._events.emit("progress", **_figures(progress))
         return progress
 
-    def _fraction(self, status: Status) -> float:
-        """How much of the run is done, 0 to 1: of each worker's part, or of ``max_steps``."""
+    def _fraction(self, status: Status, stopped: bool) -> float:
+        """How much of the run is done, 0 to 1: of each worker's part, or of ``max_steps``.
+
+        Of one that was stopped it is less than 1: nobody knows that its last batch is done.
+        """
         for node in status.nodes:
             if node.peer.role == "worker":
                 # A worker that was replaced says 0 until its first batch.
@@ -133,7 +146,9 @@ class Reports:
                 self._done[slot] = max(self._done.get(slot, 0.0), node.figures.progress)
         by_parts = sum(self._done.values()) / max(1, len(self._done))
         by_steps = status.steps / self._config.max_steps if self._config.max_steps else 0.0
-        return 1.0 if status.finished else min(1.0, max(by_parts, by_steps))
+        if status.finished and not stopped:
+            return 1.0
+        return min(_NEARLY if stopped else 1.0, max(by_parts, by_steps))
 
     def _process(self, node: NodeStatus) -> ProcessStatus:
         peer, figures = node.peer, node.figures
@@ -244,16 +259,37 @@ def _tell(happening: Happening) -> str | None:
                 f"test at step {figures['step']:,}: AUC {figures['auc']:.4f}, "
                 f"log loss {figures['log_loss']:.4f}"
             )
-        case "checkpoint_saved":
-            text = (
-                f"saved version {figures['version']:,} at step {figures['step']:,}: "
-                f"{decimal(figures['bytes'])}"
-            )
-        case "checkpoint_failed" | "checkpoint_damaged":
-            text = f"{happening.event.replace('_', ' ')}: {figures['error']}"
+        case "checkpoint_saved" | "checkpoint_failed" | "checkpoint_tidy_failed" | "checkpoint_damaged":
+            text = _tell_of_checkpoints(happening.event, figures)
+        case "store_not_opened" | "store_waited_for" | "store_locked":
+            text = _tell_of_store(happening.event, figures)
         case _:
             text = _tell_of_servers(happening.event, figures)
     return text
+
+
+def _tell_of_checkpoints(event: str, figures: Mapping[str, Any]) -> str | None:
+    """Once for each cause: what comes again is counted, and said at the end."""
+    version = figures["version"]
+    text = None
+    match event:
+        case "checkpoint_saved":
+            text = f"saved version {version:,} at step {figures['step']:,}: {decimal(figures['bytes'])}"
+        case "checkpoint_failed" if not figures["again"]:
+            what = "a checkpoint" if version is None else f"version {version:,}"
+            text = f"{what} was not saved, training goes on: {figures['why']}"
+        case "checkpoint_tidy_failed" if not figures["again"]:
+            text = f"version {version:,} is saved, but files could not be rearranged: {figures['error']}"
+        case "checkpoint_damaged":
+            text = f"checkpoint damaged: {figures['error']}"
+    return text
+
+
+def _tell_of_store(event: str, figures: Mapping[str, Any]) -> str:
+    if event == "store_not_opened":
+        return f"{figures['message']}; it is tried again"
+    most, why = f"at most {figures['most_seconds']:.0f} s", figures["message"]
+    return f"the job waits for its store, {most}" + (f": {why}" if why else "")
 
 
 def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
@@ -286,9 +322,8 @@ def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
                 f"{who}: {figures['wrong']:,} parities did not agree with their rows, "
                 f"{figures['repaired']:,} of them were put right"
             )
-        case "data_lost" | "store_locked":
-            what = "data was lost" if event == "data_lost" else "the job waits for its store"
-            text = f"{what}: {figures['message']}"
+        case "data_lost":
+            text = f"data was lost: {figures['message']}"
         case "job_restored" | "job_resumed":  # after a loss, or as it starts
             text = f"the job goes on from version {figures['version']:,}, step {figures['step']:,}"
     return text

@@ -30,6 +30,7 @@ from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.ranking import rankings
 from holdfast.cluster.stored import encoder_of, saving_of, table_groups
 from holdfast.cluster.transport.base import Frame
+from holdfast.cluster.unsaved import kind_of
 from holdfast.errors import CorruptCheckpoint, message_of
 from holdfast.options import Differential
 from holdfast.tables.shard import GroupShard
@@ -92,6 +93,8 @@ class _Save:
     shard: Shard | None = None
     change: Change | None = None
     error: str = ""
+    kind: str = ""
+    """Of the error."""
     seconds: float = 0.0
     written: bool = False
     committed: bool = False
@@ -163,6 +166,7 @@ class ShardSaver:
         except Exception as error:  # for want of memory, say: the server must go on
             log.warning("version %d could not be copied: %r", version, error)
             save.copies, save.error, save.written = [], message_of(error), True
+            save.kind = kind_of(error)
         self._save = save
         if not save.written:
             self._runs.submit(lambda: self._write(save))
@@ -200,7 +204,7 @@ class ShardSaver:
             if not save.written:
                 return None
             note = msgspec.json.encode(FileNote.of(save.change))
-            answer = Saved(version, tidy, note, save.error, save.seconds)
+            answer = Saved(version, tidy, note, save.error, save.seconds, kind=save.kind)
             return answer, () if save.network is None else (save.network,)
         self.settle(version, 0)  # who asks this has it in a manifest
         if not save.tidy_asked:
@@ -282,7 +286,7 @@ class ShardSaver:
             pass  # nobody asks for it any more
         except Exception as error:
             log.warning("server %d could not save version %d: %r", self._slot, save.version, error)
-            save.error = message_of(error)
+            save.kind, save.error = kind_of(error), message_of(error)
         finally:
             save.copies = []
             save.seconds = time.perf_counter() - started

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from holdfast.cluster.failures import lost_rows_path
 from holdfast.cluster.loop import connect_servers, memory_bytes, open_transport, run_node
 from holdfast.cluster.messages import View
 from holdfast.cluster.node import Assignment
@@ -29,8 +30,6 @@ from holdfast.kernels.compiling import in_turn
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
 
-LOST_FOLDER = "lost"
-"""In the run's folder: rows that could not be recovered, a file for each server that found some."""
 _prepared = False
 
 
@@ -60,11 +59,12 @@ def run(assignment: Assignment) -> None:
 
 
 class _LostRows:
-    """Writes down which rows of which tables are lost, so that everybody can tell."""
+    """Writes down which rows of which tables are lost, so that everybody can tell: all of them, if the job
+    goes on without them; if it does not, those that are found before it ends."""
 
     def __init__(self, assignment: Assignment) -> None:
-        me = assignment.me
-        self._path = Path(assignment.folder) / LOST_FOLDER / f"server-{me.slot}-{me.incarnation}.csv"
+        self._path = lost_rows_path(Path(assignment.folder), assignment.me, assignment.plan)
+        self._begun = False
         self._groups = assignment.plan.groups
 
     def __call__(self, group: int, rows: NDArray[np.int64]) -> None:
@@ -73,10 +73,10 @@ class _LostRows:
         lines = [f"{tables[t].name},{row - firsts[t]}\n" for t, row in zip(numbers, rows, strict=True)]
         try:
             self._path.parent.mkdir(exist_ok=True)
-            if not self._path.exists():
-                lines.insert(0, "table,row\n")
-            with self._path.open("a") as file:
-                file.writelines(lines)
+            # A job that went back to a checkpoint begins to count its processes anew.
+            with self._path.open("a" if self._begun else "w") as file:
+                file.writelines(lines if self._begun else ["table,row\n", *lines])
+            self._begun = True
         except OSError:  # a full disk is no reason to lose more
             traceback.print_exc()
 

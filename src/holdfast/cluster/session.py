@@ -2,25 +2,103 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 from rich.console import Console
 
 from holdfast.cluster.api import Job
 from holdfast.cluster.failures import ServerFailure, Speeds
 from holdfast.cluster.job import JobResult
-from holdfast.cluster.progress import compared
+from holdfast.cluster.progress import JobProgress, compared
+from holdfast.cluster.unsaved import describe_lack, in_short
+from holdfast.cluster.unsaved import log as unsaved_log
 from holdfast.cluster.view import build_view
-from holdfast.training.config import Config
+from holdfast.screen import say, say_error
+from holdfast.stopping import Notice, Stopped
+from holdfast.training.config import Config, to_yaml
 from holdfast.training.plots import PLOT_FILE
+from holdfast.training.session import free_folder
 from holdfast.training.view import duration
 
 
-def run(config: Config, console: Console) -> JobResult:
-    """Run the job that the configuration describes, with a view on the console."""
-    with build_view(console) as view:
-        result = Job.from_config(config).run(view.update)
-    for line in summary(result):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+def run(config: Config, console: Console, notice: Notice) -> JobResult:
+    """Run the job that the configuration describes, with a view on the console.
+
+    Raises ``Stopped`` if a signal ends it at once.
+    """
+    unsaved_log.addHandler(logging.NullHandler())  # it is said below
+    job = Job.from_config(config)
+    last: JobProgress | None = None
+
+    def show(progress: JobProgress) -> None:
+        nonlocal last
+        last = progress
+        notice.then = "" if progress.phase == "starting" else _then(config)
+        view.update(progress)
+
+    try:
+        with build_view(console) as view:
+            result = job.run(show)
+        _tell(job, result, console)
+    except KeyboardInterrupt:
+        at = 0 if last is None else last.step
+        version, saved = (None, 0) if last is None else (last.last_checkpoint, last.saved_steps)
+        how = "at once" if notice.then else "before training began"
+        raise Stopped(f"stopped {how}", *resuming(job, version, saved, at - saved, config.job.kill)) from None
     return result
+
+
+def _tell(job: Job, result: JobResult, console: Console) -> None:
+    say(console, *summary(result))
+    if result.unsaved:
+        say_error(describe_lack(result))
+    if result.interrupted or (result.unsaved and result.last_checkpoint is not None):
+        kills, saved = [str(kill) for kill in result.kills_missed], result.steps - result.unsaved_steps
+        say(console, *resuming(job, result.last_checkpoint, saved, result.unsaved_steps, kills))
+
+
+def _then(config: Config) -> str:
+    saved = config.checkpoint is not None and config.checkpoint.save_last
+    return f"finishing batches, testing{', saving' if saved else ''}; Ctrl-C again ends at once"
+
+
+def resuming(
+    job: Job, version: int | None, saved_steps: int, unsaved_steps: int, kills: Sequence[str]
+) -> list[str]:
+    """How to go on from a version, and what is not in it; the last line is the command."""
+    config = job.config
+    if version is None:
+        cure = (
+            "" if config.checkpoint is not None else ": set checkpoint.path, so that the job can be resumed"
+        )
+        return [f"nothing was saved{cure}"]
+    if unsaved_steps > 0:
+        lost = "step is" if unsaved_steps == 1 else f"{unsaved_steps:,} steps are"
+        said = f"the last {lost} not saved; resume from step {saved_steps:,} (version {version:,}) with:"
+    else:
+        said = f"saved up to step {saved_steps:,} (version {version:,}); resume with:"
+    secret = (
+        ["config.yaml has *** in place of passwords: put them in first"] if "***" in to_yaml(config) else []
+    )
+    return [*secret, said, resume_command(config, job.folder, kills)]
+
+
+def resume_command(config: Config, folder: Path | None, kills: Sequence[str]) -> str:
+    """What goes on with a run in another folder; only those processes are killed that were not yet."""
+    assert folder is not None
+    here = Path(sys.argv[0]).name == "holdfast"
+    words = ["holdfast"] if here else [sys.executable, "-m", "holdfast"]
+    words += ["train", str(folder / "config.yaml")]
+    if config.run is not None:
+        words += ["--run", str(free_folder(folder))]
+    if tuple(kills) != config.job.kill:
+        words += ["--set", f"job.kill={json.dumps(list(kills))}"]
+    return shlex.join(words)
 
 
 def summary(result: JobResult) -> list[str]:
@@ -47,7 +125,9 @@ def summary(result: JobResult) -> list[str]:
     if result.versions:
         saved = _times(len(result.versions), "checkpoint")
         lines.append(f"{saved} saved, the last as version {result.versions[-1]:,}")
-    lines += [f"a checkpoint could not be saved: {error}" for error in result.save_errors]
+    if result.save_failures and not result.unsaved:
+        failed = _times(result.checkpoints_failed, "checkpoint")
+        lines.append(f"{failed} not saved ({in_short(result.save_failures)}); later ones were")
     lines += [f"kill {kill} did not happen: the job had ended" for kill in result.kills_missed]
     if result.bad_lines:
         lines.append(f"{_times(result.bad_lines, 'bad line')} skipped: the workers' logs name the first")

@@ -27,22 +27,21 @@ from holdfast.checkpoint.chunk import checksum
 from holdfast.checkpoint.dense import encode_tree
 from holdfast.checkpoint.manifest import DenseEntry, Version
 from holdfast.checkpoint.shard import Shard
-from holdfast.checkpoint.store import Store, WriterLock
+from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.strategies.baselines import Baselines
 from holdfast.cluster.members import Cut
 from holdfast.cluster.membership import Supervisor
 from holdfast.cluster.messages import Collect, Saved
+from holdfast.cluster.opening import GIVE_UP_SECONDS, Opening, Outcome, start
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.saving import FileNote, Runs
 from holdfast.cluster.stored import JobState, dense_tree, encoder_of, saving_of, version_metadata
 from holdfast.cluster.stream import Layout, merge_layouts
 from holdfast.cluster.transport.base import Frame, as_array
-from holdfast.errors import HoldfastError, StoreLocked, message_of
+from holdfast.cluster.unsaved import SaveFailures, cause_of, kind_of
+from holdfast.errors import HoldfastError, StoreFull, message_of
 
 log = logging.getLogger("holdfast.checkpoint")
-
-_OPEN_AGAIN_SECONDS = 2.0
-_GIVE_UP_SECONDS = 120.0
 
 Stage = Literal["cutting", "collecting", "committing", "tidying", "replacing"]
 
@@ -72,14 +71,6 @@ class _Save:
     asked: dict[int, float] = field(default_factory=dict)
 
 
-class _Outcome:
-    """What became of a job in the background."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.error: Exception | None = None
-
-
 class Versions:
     """Saves a job; implements ``membership.Keeper``.
 
@@ -92,39 +83,40 @@ class Versions:
     Attributes:
         events: what has happened; whoever runs it takes them out.
         saved: the versions that this job has saved.
-        errors: why others could not be.
+        failures: why others could not be.
+        untidy: why files of versions that were saved could not be rearranged.
+        last_version: the newest that a job can go on from; 0: none is known.
+        saved_steps: the batches that are in it.
     """
 
     def __init__(self, plan: JobPlan, open_store: Callable[[], Store], runs: Runs, now: float) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.saved: list[int] = []
-        self.errors: list[str] = []
+        self.failures, self.untidy = SaveFailures(), SaveFailures()
+        resume = plan.resume
+        self.last_version, self.saved_steps = (resume.version, resume.steps) if resume else (0, 0)
         self._plan = plan
         self._policy = saving_of(plan).config.policy
         self._encoder = encoder_of(plan)
         strategy: Any = self._policy.strategy
         self._layout_name = Shard(0, self._encoder.stored, strategy).layout_name
         self._baselines = Baselines(self._policy)
-        self._open_store = open_store
         self._runs = runs
-        self._store: Store | None = None
-        self._lock: WriterLock | None = None
-        self._opened: Catalog | None = None
+        self._opening = Opening(open_store, self._policy, runs, now)
         self._catalog: Catalog | None = None
-        self._opening: _Outcome | None = None
-        self._open_at = now
         self._save: _Save | None = None
-        self._outcome: _Outcome | None = None
-        self._clearing: _Outcome | None = None
+        self._outcome: Outcome | None = None
+        self._clearing: Outcome | None = None
         self._era = 0
         self._beyond_bytes = 0
         self._last_number = 0
-        self._saved_steps = plan.resume.steps if plan.resume else 0  # whole: only those may be the last
-        self._due_steps = self._saved_steps
+        self._whole_steps = self._due_steps = self.saved_steps  # only a whole version may be the last
         self._due_time = now
         self._last_was_cancelled = False
         self._final: float | None = None
-        self._final_tried = False
+        self._final_tried = self._final_again = False
+        self._made_room = False
+        self._waited = False
 
     # What the supervisor calls
 
@@ -137,7 +129,7 @@ class Versions:
         try:
             note = msgspec.json.decode(message.change, type=FileNote)
         except (msgspec.MsgspecError, RecursionError) as error:
-            self._drop(f"server {slot} said what cannot be understood: {error}")
+            self._drop((f"server {slot} said what cannot be understood: {error}", ""))
             return
         save.answers[slot] = _Answer(note, message, list(frames))
 
@@ -155,16 +147,15 @@ class Versions:
     def may_stop(self, supervisor: Supervisor, now: float) -> bool:
         """Whether the state at the end is saved, or could not be."""
         self._final = self._final if self._final is not None else now
-        if self._catalog is None:
-            if now - self._final < _GIVE_UP_SECONDS:
-                return False
-            self._fail("the last version was not saved: the store could not be opened")
-            return True
         if self._save is not None or not self._is_free():
             return False
+        if self._made_room and self._final_tried and not self._final_again:
+            self._final_again, self._final_tried = True, False
         steps = supervisor.steps()
-        if self._final_tried or self._saved_steps == steps or not self._policy.save_last:
+        if self._final_tried or self._whole_steps == steps or not self._policy.save_last:
             return True
+        if self._catalog is None:
+            return self._gives_up(now)
         if supervisor.may_cut():
             self._final_tried = True
             self._begin(supervisor, now)
@@ -172,42 +163,37 @@ class Versions:
 
     def close(self) -> None:
         """Let go of the store."""
-        if self._lock is not None:
-            self._lock.release()
-        if self._store is not None:
-            self._store.close()
+        self._opening.close()
 
     # Opening
 
     def _advance_opening(self, supervisor: Supervisor, now: float) -> None:
-        if self._opening is None:
-            if now >= self._open_at:
-                self._opening = self._start(self._open)
-            return
-        if not self._opening.done:
-            return
-        error, self._opening = self._opening.error, None
-        if error is not None:
-            # A store elsewhere stays locked for a while after a supervisor that died.
-            self._open_at = now + _OPEN_AGAIN_SECONDS
-            said = f"the store of checkpoints could not be opened: {message_of(error)}"
-            if not isinstance(error, StoreLocked) and said not in self.errors:  # it is tried over and over
-                self._fail(said)
-            return
-        self._look_around(supervisor)
+        opening = self._opening
+        opening.advance(now)
+        if opening.catalog is not None:
+            self._look_around(opening.catalog, supervisor)
+        elif opening.has_failed(now):
+            if self.failures.is_news(opening.why()):
+                self._say("store_not_opened", message=opening.why())
+            if self._is_due(supervisor, now):
+                self._due_steps, self._due_time = supervisor.steps(), now
+                self._fail([(opening.why(), kind_of(opening.error))])
 
-    def _open(self) -> None:
-        store = self._store or self._open_store()
-        self._store = store
-        self._lock = self._lock or store.lock_writer()
-        catalog = Catalog(store, self._policy)
-        catalog.take_over()  # before any server puts a file
-        self._opened = catalog
+    def _gives_up(self, now: float) -> bool:
+        """At the end: whether it is useless to wait for the store."""
+        opening = self._opening
+        assert self._final is not None
+        if opening.is_hopeless(self._final, now):
+            self._final_tried = True
+            self._fail([(opening.why(), kind_of(opening.error))])
+        elif opening.is_waited_for and not self._waited:
+            self._waited = True
+            why = opening.why() if self.failures.is_news(opening.why()) else ""
+            self._say("store_waited_for", message=why, most_seconds=GIVE_UP_SECONDS)
+        return self._final_tried
 
-    def _look_around(self, supervisor: Supervisor) -> None:
+    def _look_around(self, catalog: Catalog, supervisor: Supervisor) -> None:
         """What is in the store that this job can go on with?"""
-        catalog = self._opened
-        assert catalog is not None
         self._catalog = catalog
         for complaint in catalog.complaints:
             self._say("checkpoint_damaged", version=None, error=complaint)
@@ -219,9 +205,10 @@ class Versions:
         if own:
             # Its supervisor died before it could say so, perhaps.
             supervisor.announce(committed=newest.version)
+            self.last_version, self.saved_steps = newest.version, newest.step + 1
             self._due_steps = newest.step + 1
             if newest.baseline or self._policy.prioritize is None:  # of others it is not known to be whole
-                self._saved_steps = newest.step + 1
+                self._whole_steps = newest.step + 1
             self.saved = [v.version for v in manifest.versions if v.metadata.get("job") == self._plan.job]
         if (own or resumed) and manifest.last_version == newest.version:
             self._era = newest.era
@@ -282,12 +269,12 @@ class Versions:
     def _advance_save(self, save: _Save, supervisor: Supervisor, now: float) -> None:
         replaced = save.incarnations != tuple(s.incarnation for s in supervisor.servers)
         if replaced and save.stage in ("cutting", "collecting"):
-            self._drop("a server was replaced meanwhile")
+            self._drop(("a server was replaced meanwhile", ""))
             self._final_tried = False  # it can be saved once the replacement has its rows
         elif replaced and save.stage == "tidying":
             # The version stands, its files stay as they are.
             self._save = None
-            self._clearing = self._start(self._clear_away)
+            self._clearing = start(self._runs, self._clear_away)
         elif save.stage == "cutting":
             self._advance_cutting(save, supervisor, now)
         elif save.stage in ("collecting", "tidying"):
@@ -323,20 +310,20 @@ class Versions:
                 supervisor.send(server.slot, Collect(save.version, tidy))
         if len(save.answers) < self._plan.servers:
             return
-        errors = [f"server {slot}: {a.message.error}" for slot, a in save.answers.items() if a.message.error]
+        errors = [(a.message.error, a.message.kind) for a in save.answers.values() if a.message.error]
         if not tidy:
             if errors:
-                self._drop("; ".join(errors))
+                self._drop(*errors)
             else:
                 save.stage = "committing"
-                self._outcome = self._start(lambda: self._commit(save))
+                self._outcome = start(self._runs, lambda: self._commit(save))
             return
-        for error in errors:
-            self._fail(f"files could not be rearranged: {error}", "checkpoint_tidy_failed", save.version)
+        for error, _ in errors:
+            self._say_untidy(save, error)
         self._beyond_bytes = sum(a.message.live_bytes for a in save.answers.values())
         if any(a.note != FileNote() for a in save.answers.values()):
             save.stage = "replacing"
-            self._outcome = self._start(lambda: self._replace(save))
+            self._outcome = start(self._runs, lambda: self._replace(save))
         else:
             self._finish(save, supervisor)
 
@@ -347,23 +334,21 @@ class Versions:
             if error is None:
                 self._finish(save, supervisor)
             else:  # the version stands, its files are not arranged as they could be
-                self._fail(
-                    f"files could not be rearranged: {message_of(error)}",
-                    "checkpoint_tidy_failed",
-                    save.version,
-                )
+                self._say_untidy(save, message_of(error))
                 self._save = None
             return
         if error is not None:
-            self._drop(message_of(error))
+            self._drop((message_of(error), kind_of(error)))
             return
         assert save.cut is not None
         version = self._catalog.manifest.versions[-1]
         self._era = version.era
         self._last_was_cancelled = False
         if save.whole:
-            self._saved_steps = save.cut.steps
+            self._whole_steps = save.cut.steps
         self.saved.append(save.version)
+        self.last_version, self.saved_steps = save.version, save.cut.steps
+        self.failures.note_saved()
         written = sum(a.note.bytes for a in save.answers.values())
         slowest = max(a.message.seconds for a in save.answers.values())
         self._baselines.note(written, self._full_bytes(), slowest, baseline=save.baseline)
@@ -386,38 +371,23 @@ class Versions:
         supervisor.announce(tidied=save.version)
         self._save = None
 
-    def _drop(self, why: str) -> None:
-        """The save comes to nothing; servers hear of it with the next one."""
+    def _drop(self, *why: tuple[str, str]) -> None:
+        """The save comes to nothing, by errors of these kinds; servers hear of it with the next one."""
         save, self._save = self._save, None
         assert save is not None
         assert self._catalog is not None
         self._outcome = None
-        self._fail(f"version {save.version} was not saved: {why}", "checkpoint_failed", save.version)
-        self._clearing = self._start(self._clear_away)
+        self._fail(why, save.version)
+        self._clearing = start(self._runs, self._clear_away)
 
     # Behind the supervisor's back
-
-    def _start(self, job: Callable[[], None]) -> _Outcome:
-        outcome = _Outcome()
-
-        def run() -> None:
-            try:
-                job()
-            except Exception as error:
-                log.warning("%r", error)
-                outcome.error = error
-            finally:
-                outcome.done = True  # last: whoever sees it reads the rest
-
-        self._runs.submit(run)
-        return outcome
 
     def _commit(self, save: _Save) -> None:
         catalog, cut, plan = self._catalog, save.cut, self._plan
         assert catalog is not None
         assert cut is not None
-        assert self._lock is not None
-        self._lock.renew()
+        assert self._opening.lock is not None
+        self._opening.lock.renew()
         before = plan.resume.layouts if plan.resume else ()
         layouts = merge_layouts(*before, Layout(plan.workers, cut.positions))
         state = JobState(layouts, cut.samples, plan.servers, plan.workers, plan.k, plan.r, plan.rings)
@@ -477,13 +447,24 @@ class Versions:
         assert self._catalog is not None
         self._catalog.delete_leftovers()
         resumed = self._plan.resume
-        self._catalog.make_room(needed={resumed.version} if resumed else set())
+        self._made_room = self._catalog.make_room(needed={resumed.version} if resumed else set())
 
     # Saying so
 
-    def _fail(self, error: str, event: str = "checkpoint_failed", version: int | None = None) -> None:
-        self.errors.append(error)
-        self._say(event, version=version, error=error)
+    def _fail(self, errors: Sequence[tuple[str, str]], version: int | None = None) -> None:
+        """A version, or what was to be the next one, was not saved: all errors make one message."""
+        kinds = {kind for _, kind in errors}
+        why = "; ".join(dict.fromkeys(cause_of(error) for error, _ in errors))
+        if kinds == {"full"} and self._catalog is not None:
+            why = str(self._catalog.with_advice(StoreFull(why), "checkpoint.keep=N"))
+        again = not self.failures.note(why, kinds.pop() if len(kinds) == 1 else "")
+        details = "; ".join(error for error, _ in errors)
+        self._say("checkpoint_failed", version=version, error=details, why=why, again=again)
+
+    def _say_untidy(self, save: _Save, error: str) -> None:
+        """The version stands, its files are not arranged as they could be."""
+        again = not self.untidy.note(cause_of(error), "")
+        self._say("checkpoint_tidy_failed", version=save.version, error=error, again=again)
 
     def _say(self, event: str, **figures: Any) -> None:
         self.events.append((event, figures))

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from holdfast.cluster.progress import JobProgress, Lacking, ProcessStatus, RedundancyStatus, tell
 from holdfast.screen import Columns
-from holdfast.training.view import TimeLeft, View, describe, duration
+from holdfast.training.view import TimeLeft, View, describe, describe_step, duration, percent
 
 _PLAIN_SECONDS = 5.0
 _QUIET_SECONDS = 1.0
@@ -109,7 +109,7 @@ class PlainJobView:
         self._phase = progress.phase
         if progress.step and (now - self._last >= _PLAIN_SECONDS or ended):
             self._last = now
-            self._print(f"{progress.fraction:4.0%}  {describe(progress, left)}")
+            self._print(f"{percent(progress.fraction):>4}  {_describe(progress, left)}")
             if progress.redundancy is not None and progress.redundancy.state == "degraded":
                 self._print(f"      {describe_redundancy(progress.redundancy)}")
 
@@ -131,13 +131,17 @@ def render(progress: JobProgress, seconds_left: float | None, elapsed_seconds: f
         table.add_row(*_cells(process, lacking.get(process.slot) if process.role == "server" else None))
     line = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=1.0, completed=progress.fraction, width=_BAR_WIDTH)
-    line.add_row(bar, f"{progress.fraction:.0%}", duration(elapsed_seconds))
-    text = describe(progress, seconds_left) if progress.step else progress.phase
+    line.add_row(bar, percent(progress.fraction), duration(elapsed_seconds))
+    text = _describe(progress, seconds_left) if progress.step else progress.phase
     below: list[RenderableType] = [Text(text), line]
     if redundancy is not None and progress.phase != "starting":
         style = "green" if redundancy.state == "healthy" else "bold yellow"
         below.insert(0, Text(describe_redundancy(redundancy), style))
     return Group(table, Text(), *below)
+
+
+def _describe(progress: JobProgress, seconds_left: float | None) -> str:
+    return f"{describe_step(progress)}  stopping" if progress.stopped else describe(progress, seconds_left)
 
 
 def describe_redundancy(redundancy: RedundancyStatus) -> str:

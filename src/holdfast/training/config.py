@@ -171,29 +171,14 @@ class JobConfig(_Section, frozen=True, kw_only=True):
         return tuple(Kill.parse(text) for text in self.kill)
 
     def check(self) -> None:
-        """ConfigError for what the types cannot rule out."""
-        if self.kill and not self.servers:
-            raise ConfigError(
-                f"job.kill is {', '.join(self.kill)} but job.servers is 0, so that there are no processes to "
-                "kill: set job.servers (--servers) to train in several"
-            )
+        """ConfigError for what the types cannot rule out, in a job."""
         for kill in self.kills:
             kill.check(self.servers, self.workers)
-        if self.server_processors and not self.servers:
-            raise ConfigError(
-                "job.server_processors is set but job.servers is 0: set job.servers (--servers) to train in "
-                "several processes"
-            )
         code = self.code
         if isinstance(self.protection, PartialRecovery) and self.servers == 1:
             raise ConfigError(
                 "job.protection is partial, but of one server nothing would be left: set job.servers to 2 or "
                 "more"
-            )
-        if not isinstance(self.protection, NoProtection) and not self.servers:
-            raise ConfigError(
-                "job.protection is set but job.servers is 0, so that there are no servers to protect: set "
-                "job.servers (--servers) to train in several processes"
             )
         if code is not None and self.servers < code.k + code.r:
             raise ConfigError(
@@ -236,15 +221,23 @@ class Config(_Section, frozen=True, kw_only=True):
     """Whether a picture of the throughput over time is drawn at the end, ``throughput.png``."""
 
 
-def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: Any) -> Config:
+def load(
+    path: Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    lacks_servers: bool = False,
+    **top_level: Any,
+) -> Config:
     """Read a configuration file and put ``key=value`` overrides, then top-level values, on top.
 
     Values of overrides are read as YAML: ``optimizer.lr=0.1``, ``model.top=[64, 1]``, ``run=null``.
-    Top-level values that are None are left as they were.
+    Top-level values that are None are left as they were. Without ``job.servers``, other keys of ``job`` are
+    refused, unless ``lacks_servers`` says that their number is still to be decided.
     """
     values = {} if path is None else _read(path)
+    named: set[str] = set()
     for override in overrides:
-        _override(values, override)
+        named |= _override(values, override)
     values.update({key: value for key, value in top_level.items() if value is not None})
     for section, (tag_field, default) in _TAGS.items():
         if section in values:
@@ -261,12 +254,40 @@ def load(path: Path | None = None, overrides: Iterable[str] = (), **top_level: A
         raise ConfigError(f"configuration: {_readable(str(error))}") from None
     if isinstance(config.model, ModelConfig):
         config.model.sizes()
-    config.job.check()
+    if config.job.servers:
+        config.job.check()
+    elif not lacks_servers:
+        _check_alone(config.job, job or {}, named)
     protection, checkpoint = config.job.protection, config.checkpoint
     if checkpoint is not None and isinstance(protection, PartialRecovery) and protection.prioritize:
         # Made to see that they go together; the job makes it again when it is planned.
         msgspec.structs.replace(checkpoint, prioritize=protection.prioritize)
     return config
+
+
+_FLAGS = {"workers": "--workers", "protection": "--protect", "kill": "--kill"}
+
+
+def _check_alone(job: JobConfig, written: dict[str, Any], named: set[str]) -> None:
+    """Refuse what nothing would use: keys of jobs in a run of one process.
+
+    A run's own ``config.yaml`` says that there are 0 servers, and has all other keys with their defaults.
+    """
+    usual = JobConfig()
+    given = named if "servers" in written else named | written.keys()
+    useless = [
+        key
+        for key in job.__struct_fields__
+        if key != "servers" and (key in given or getattr(job, key) != getattr(usual, key))
+    ]
+    if not useless:
+        return
+    names = [f"job.{key} ({_FLAGS[key]})" if key in _FLAGS else f"job.{key}" for key in useless]
+    are, them = ("is", "it") if len(useless) == 1 else ("are", "them")
+    raise ConfigError(
+        f"{' and '.join(names)} {are} set but job.servers is 0: training in one process does not use {them}; "
+        f"set job.servers (--servers) to train in several, or leave {them} out"
+    )
 
 
 # Sections of several kinds: the key that says which, and what it is if nothing says it.
@@ -299,7 +320,8 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _override(values: dict[str, Any], override: str) -> None:
+def _override(values: dict[str, Any], override: str) -> set[str]:
+    """Put it on top; the keys of the section ``job`` that it names."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {override}: expected key=value, such as optimizer.lr=0.1")
@@ -315,6 +337,9 @@ def _override(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override}: {section} is {inner!r}, not a section with keys")
         values = inner
     values[last] = value
+    if key == "job":
+        return set(value) if isinstance(value, dict) else set()
+    return {key.split(".")[1]} if key.startswith("job.") else set()
 
 
 def _check_keys(section: type[Struct], values: dict[str, Any], prefix: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import TypeVar
 
 import torch
+
+from holdfast.stopping import WorkerPool
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -25,15 +26,10 @@ def run_all(
     if processes <= 1:
         yield from _here(work, tasks)
         return
-    # Not by fork: torch's threads do not survive it.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,))
-    try:
+    with WorkerPool(processes, torch.set_num_threads, 1) as pool:
         futures = {pool.submit(work, task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _here(work: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[tuple[Task, Result]]:

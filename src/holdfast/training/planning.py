@@ -131,7 +131,7 @@ def _model(given: Given, found: _Values) -> Config | None:
         from holdfast.training.config import load  # noqa: PLC0415
         from holdfast.training.sizing import model_size  # noqa: PLC0415
 
-        config = load(given.config)
+        config = load(given.config, lacks_servers=True)
         size = model_size(config)
         found.values.update(
             table_bytes=size.table_bytes, row=size.row, dense_bytes=size.dense_bytes,

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import signal
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError
 from holdfast.events import EventLog
+from holdfast.screen import say
+from holdfast.stopping import Notice, Stopped, stop_on_signals
 from holdfast.training.config import Config, to_yaml
 from holdfast.training.plots import PLOT_FILE, plot_run, require_matplotlib
-from holdfast.training.trainer import Progress, Result, Trainer
+from holdfast.training.trainer import Progress, Result, Trainer, refuse_checkpoint
 from holdfast.training.view import build_view, duration
 
 _OF_A_RUN = ("events.jsonl", "job-1")
 """One of them is in every run's folder; the second in those of ``holdfast chaos``."""
+NOTHING_SAVED = "nothing was saved: one process makes no checkpoints, jobs do (--servers, checkpoint.path)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +36,38 @@ class Outcome:
     signal: int | None
 
 
-def run(config: Config, console: Console) -> Outcome:
+def run(config: Config, console: Console, notice: Notice) -> Outcome:
     """Train as configured, with a view on the console and a folder that keeps every figure.
 
     The first Ctrl-C (or SIGTERM) ends training after the step under way, tests, and returns; a second
-    one ends the process at once.
+    one ends it at once: ``Stopped``.
     """
+    refuse_checkpoint(config)
+    try:
+        return _run(config, console, notice)
+    except KeyboardInterrupt:
+        how = "at once" if notice.then else "before training began"
+        raise Stopped(f"stopped {how}", NOTHING_SAVED) from None
+
+
+def _run(config: Config, console: Console, notice: Notice) -> Outcome:
     with open_run(config) as (folder, events, board):
         try:
             trainer = Trainer(config, events)
-            with _stop_on_signals() as received, build_view(console) as view:
+            with stop_on_signals() as received, build_view(console) as view:
+                notice.then = "finishing the step, testing; Ctrl-C again ends at once"
 
                 def on_progress(progress: Progress) -> None:
                     view.update(progress)
                     board(progress)
 
                 result = trainer.run(on_progress, lambda: bool(received))
-        except HoldfastError as error:
+        except BaseException as error:
             events.emit("run_failed", error=type(error).__name__, message=str(error))
             raise
     _print_summary(console, result, folder)
+    if received:
+        say(console, NOTHING_SAVED)
     return Outcome(result, folder, received[0] if received else None)
 
 
@@ -66,7 +80,8 @@ def open_run(config: Config) -> Iterator[tuple[Path, EventLog, Callable[[Progres
     if config.plot:
         require_matplotlib()
     folder = make_folder(config.run)
-    (folder / "config.yaml").write_text(to_yaml(config))
+    with _writing_to(folder):
+        (folder / "config.yaml").write_text(to_yaml(config))
     with EventLog(folder) as events, _tensorboard(config, folder) as board:
         events.emit("config", **msgspec.to_builtins(config))
         yield folder, events, board
@@ -74,15 +89,22 @@ def open_run(config: Config) -> Iterator[tuple[Path, EventLog, Callable[[Progres
         plot_run(folder)
 
 
+def free_folder(folder: Path) -> Path:
+    """One beside it that is not there: FOLDER-2, or the next number."""
+    name, dash, number = folder.name.rpartition("-")
+    stem, first = (
+        (name, int(number) + 1) if dash and len(number) < 4 and number.isdecimal() else (folder.name, 2)
+    )
+    return next(
+        free for n in itertools.count(first) if not (free := folder.with_name(f"{stem}-{n}")).exists()
+    )
+
+
 def make_folder(wanted: str | None) -> Path:
     """The run's folder, made new; one that holds an earlier run is refused."""
     folder = Path(wanted) if wanted else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
-    if wanted is None:
-        free, number = folder, 1
-        while free.exists():
-            number += 1
-            free = folder.with_name(f"{folder.name}-{number}")
-        folder = free
+    if wanted is None and folder.exists():
+        folder = free_folder(folder)
     try:
         if any((folder / name).exists() for name in _OF_A_RUN):
             raise ConfigError(f"{folder} holds an earlier run: name another folder, or remove it")
@@ -90,30 +112,19 @@ def make_folder(wanted: str | None) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"the run's folder {folder} cannot be made: {why}") from None
-    try:
+    with _writing_to(folder):
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(
-            f"the run's folder {folder} cannot be written to: {error.strerror}; name another with --run"
-        ) from None
     return folder
 
 
 @contextlib.contextmanager
-def _stop_on_signals() -> Iterator[list[int]]:
-    """The signals received so far."""
-    received: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+def _writing_to(folder: Path) -> Iterator[None]:
     try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder {folder} cannot be written to: {error.strerror}; name another with --run"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -158,5 +169,4 @@ def _print_summary(console: Console, result: Result, folder: Path) -> None:
     if (folder / PLOT_FILE).exists():
         lines.append(f"throughput over time: {folder / PLOT_FILE}")
     lines.append(f"figures: {folder / 'events.jsonl'}")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, *lines)

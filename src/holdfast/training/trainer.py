@@ -66,6 +66,15 @@ class Result:
     interrupted: bool
 
 
+def refuse_checkpoint(config: Config) -> None:
+    """ConfigError if the configuration has a ``checkpoint`` section, which one process does not use."""
+    if config.checkpoint is not None:
+        raise ConfigError(
+            "checkpoint is set, but only jobs are saved by it: set job.servers (--servers), or leave it out "
+            "and use holdfast.Checkpointer in a program of your own"
+        )
+
+
 class Trainer:
     """Trains one model in one process.
 
@@ -75,11 +84,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, events: EventLog | None = None) -> None:
-        if config.checkpoint is not None:
-            raise ConfigError(
-                "checkpoint is set, but only jobs are saved by it: train with servers and workers, or "
-                "leave it out and use holdfast.Checkpointer in a program of your own"
-            )
+        refuse_checkpoint(config)
         self.config = config
         self.events = events or EventLog(None)
         if config.threads:

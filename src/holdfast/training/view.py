@@ -7,8 +7,9 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Column
+from rich.text import Text
 
 from holdfast.training.trainer import Progress as TrainingProgress
 
@@ -41,16 +42,31 @@ def progress_line(console: Console) -> Progress:
     """A bar with figures beside it; where it is narrow, without the bar, and the figures in several lines."""
     bar = (BarColumn(bar_width=24),) if console.width >= _WIDE else ()
     text = TextColumn("{task.description}", table_column=Column(overflow="fold"))
-    return Progress(*bar, TaskProgressColumn(), text, TimeElapsedColumn(), console=console)
+    return Progress(*bar, _Percent(), text, TimeElapsedColumn(), console=console)
+
+
+class _Percent(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{percent(task.completed / (task.total or 1.0)):>4}", "progress.percentage")
+
+
+def percent(fraction: float) -> str:
+    """Such as "42%"; "100%" only for all of it."""
+    return f"{int(100 * fraction)}%"
 
 
 def describe(progress: TrainingProgress, seconds_left: float | None) -> str:
     """Loss, test AUC, samples/s and time left in one line."""
-    auc = "–" if progress.test is None else f"{progress.test.auc:.4f}"
     left = "–" if seconds_left is None else duration(seconds_left)
+    return f"{describe_step(progress)}  {left} left"
+
+
+def describe_step(progress: TrainingProgress) -> str:
+    """The same without the time left."""
+    auc = "–" if progress.test is None else f"{progress.test.auc:.4f}"
     return (
         f"step {progress.step:,}  loss {progress.loss:.4f}  test AUC {auc}  "
-        f"{progress.samples_per_second:,.0f} samples/s  {left} left"
+        f"{progress.samples_per_second:,.0f} samples/s"
     )
 
 
@@ -119,4 +135,4 @@ class PlainView:
         if now - self._last >= _PLAIN_SECONDS or progress.fraction >= 1:
             self._last = now
             text = describe(progress, self._left(progress.fraction))
-            self._console.print(f"{progress.fraction:4.0%}  {text}", highlight=False)
+            self._console.print(f"{percent(progress.fraction):>4}  {text}", highlight=False)
