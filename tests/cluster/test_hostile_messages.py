@@ -8,9 +8,23 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
+from holdfast.cluster.checks import Admission
 from holdfast.cluster.failures import Failures, SpeedMeter
 from holdfast.cluster.job import Launcher, TrainingClock
-from holdfast.cluster.messages import Collect, Happening, Peer, Pull, Role, Saved, Status, View
+from holdfast.cluster.messages import (
+    Beat,
+    Collect,
+    Commit,
+    Happening,
+    Peer,
+    Pull,
+    Relay,
+    Role,
+    Saved,
+    Status,
+    View,
+    ViewNumber,
+)
 from holdfast.cluster.node import Assignment
 from holdfast.cluster.plan import JobPlan
 from holdfast.cluster.progress import Reports, tell
@@ -18,7 +32,7 @@ from holdfast.cluster.stripe_messages import Forget
 from holdfast.cluster.supervisor import _status
 from holdfast.cluster.transport.base import Envelope
 from holdfast.cluster.transport.memory import Weather
-from holdfast.cluster.wire import ROUTES, Message
+from holdfast.cluster.wire import ROUTES, Header, Message, encode
 from holdfast.events import EventLog
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.saving import SavedCluster, saved_plan, wrong_versions
@@ -180,9 +194,34 @@ def test_a_message_counts_only_from_who_may_send_it() -> None:
     hostile.also = others
     cluster.network.at(1.2, lambda: cluster.kill("server", 1, noticed=True))
     assert cluster.network.run(lambda: cluster.supervisor.finished, 600)
-    assert {kind for kind, _, _ in tried} >= set(ROUTES) - {Forget, Collect, Saved, Status}
+    assert {kind for kind, _, _ in tried} >= set(ROUTES) - {Forget, Collect, Relay, Saved, Status}
     assert (View, "worker", "server") in tried
     assert (Pull, "launcher", "server") in tried
+
+
+WORKER, OTHER, SERVER = Peer("worker", 0, 1), Peer("worker", 1, 1), Peer("server", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "header", "taken"),
+    [
+        (WORKER, Header("sim", WORKER, SERVER, Commit(1)), True),
+        (SERVER, Header("sim", WORKER, Peer("server"), Commit(1)), True),
+        (WORKER, Header("sim", OTHER, SERVER, Commit(1)), False),
+        (WORKER, Header("other", WORKER, SERVER, Commit(1)), False),
+        (WORKER, Header("sim", WORKER, OTHER, Commit(1)), False),
+        (WORKER, Header("sim", WORKER, Peer("server", 9, 1), Commit(1)), False),
+        (WORKER, Header("sim", WORKER, SERVER, Relay(b"")), False),
+        (WORKER, Header("sim", WORKER, SERVER, View(ViewNumber(9, 9), "stopping")), False),
+        (SERVER, Header("sim", Peer("supervisor"), SERVER, View(ViewNumber(9, 9), "stopping")), False),
+        (SERVER, Header("sim", SERVER, Peer("supervisor"), Beat("ready", ViewNumber())), False),
+        (Peer("supervisor"), Header("sim", WORKER, SERVER, Commit(1)), False),
+    ],
+)
+def test_what_is_passed_on_is_of_servers_and_workers(source: Peer, header: Header, taken: bool) -> None:
+    plan = counting_plan(servers=3, workers=2, k=2, r=1, atomic=True)
+    admission = Admission(Peer("server", 0, 1), plan)
+    assert admission.admits(Envelope(source, Peer("server", 0, 1), Relay(encode(header)), ())) == taken
 
 
 def test_what_servers_say_of_their_files_can_be_anything(tmp_path: Path) -> None:

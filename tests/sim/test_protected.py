@@ -310,7 +310,6 @@ GUARDS = {
     sums_stand_still: 9,
     rows_do_not_wait: 1,
     replacements_forget_pushes: 0,
-    workers_forget_pushes: 12,
     servers_start_too_early: 0,
     new_lanes_are_trusted: 45,
     first_values_come_late: 0,
@@ -407,3 +406,20 @@ def test_every_guard_is_needed(monkeypatch: pytest.MonkeyPatch, take_out: Any) -
     take_out(monkeypatch)
     with np.errstate(all="ignore"):
         assert first_caught([GUARDS[take_out], *range(120)]) is not None
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_workers_push_again_what_was_not_kept(monkeypatch: pytest.MonkeyPatch, forgets: bool) -> None:
+    """Without that the job goes on all the same, but a worker gets stuck, and has to be replaced for it."""
+    if forgets:
+        workers_forget_pushes(monkeypatch)
+    assert any(workers_lost_behind_a_server(seed) for seed in range(6)) == forgets
+
+
+def workers_lost_behind_a_server(seed: int) -> int:
+    """How many workers are replaced where nothing but a server has died."""
+    cluster = Cluster(counting_plan(servers=3, workers=2, atomic=True, k=2, r=1), seed, 80)
+    cluster.network.at(1.2, lambda: cluster.kill("server", 1, noticed=True))
+    assert cluster.network.run(lambda: cluster.supervisor.finished, 60.0)
+    assert cluster.violations() == []
+    return [name for name, _ in cluster.supervisor.events].count("worker_lost")

@@ -112,25 +112,27 @@ class Routes:
         if self._detours:
             outbox[:] = [each for envelope in outbox for each in self.ways_to(envelope, now)]
 
-    def unwrap(self, envelope: Envelope, now: float) -> tuple[bool, Envelope | None]:
-        """What came by way of another server, and whether it is for this node; otherwise it is to be passed
-        on. None: neither.
-        """
-        message = envelope.message
-        assert isinstance(message, Relay)
-        header = decode(message.header)
+    def unwrap(self, envelope: Envelope) -> Envelope | None:
+        """The message for this node that came by way of another server, or what this one is to pass on; None
+        if it is neither."""
+        relay = envelope.message
+        assert isinstance(relay, Relay)
+        header = decode(relay.header)
         if header.target == self._me and envelope.source.role == "server":
-            way = self._way(header.source)
-            if way.relay != envelope.source.slot or not way.chosen:
-                self._take(way, envelope.source.slot, now)
-                way.until = now + self._plan.timing.stuck_seconds
-            # Whoever is heard directly, too, may not hear this node: it is answered both ways.
-            heard = self._heard.get((header.source.role, header.source.slot), -math.inf)
-            way.doubts, way.proven = 0, now - heard > self._plan.timing.stuck_seconds / 2
-            return True, Envelope(header.source, header.target, header.message, envelope.frames)
+            return Envelope(header.source, header.target, header.message, envelope.frames)
         if header.source == envelope.source and self._me.role == "server" and header.target != self._me:
-            return False, Envelope(self._me, header.target, message, envelope.frames)
-        return False, None
+            return Envelope(self._me, header.target, relay, envelope.frames)
+        return None
+
+    def came_by(self, relay: Peer, source: Peer, now: float) -> None:
+        """A message came by way of a server: it is answered in the same way."""
+        way = self._way(source)
+        if way.relay != relay.slot or not way.chosen:
+            self._take(way, relay.slot, now)
+            way.until = now + self._plan.timing.stuck_seconds
+        # Whoever is heard directly, too, may not hear this node: it is answered both ways.
+        heard = self._heard.get((source.role, source.slot), -math.inf)
+        way.doubts, way.proven = 0, now - heard > self._plan.timing.stuck_seconds / 2
 
     def _way(self, peer: Peer) -> _Way:
         way = self._ways.get((peer.role, peer.slot))

@@ -163,19 +163,20 @@ class Server:
             return
         if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
             return  # meant for another that had this slot
+        if isinstance(envelope.message, Relay):
+            unwrapped = self.routes.unwrap(envelope)
+            if unwrapped is None:
+                return
+            if unwrapped.target != self.me:
+                self.outbox.append(unwrapped)
+                return
+            if not self.admission.admits(unwrapped):
+                return
+            self.routes.came_by(envelope.source, unwrapped.source, now)
+            envelope = unwrapped
+        else:
+            self.routes.came_directly(envelope.source, now)
         try:
-            if isinstance(envelope.message, Relay):
-                mine, unwrapped = self.routes.unwrap(envelope, now)
-                if unwrapped is None:
-                    return
-                if not mine:
-                    self.outbox.append(unwrapped)
-                    return
-                if not self.admission.admits(unwrapped):
-                    return
-                envelope = unwrapped
-            else:
-                self.routes.came_directly(envelope.source, now)
             answer, frames = self._answer(envelope)
         except ValueError:  # it does not fit what is here; nothing has changed
             self.admission.dropped += 1

@@ -183,8 +183,9 @@ class Worker:
             self._adopt(message)
             self.beat(now)
         elif isinstance(message, Relay):
-            mine, unwrapped = self.calls.routes.unwrap(envelope, now)
-            if mine and unwrapped is not None and self.admission.admits(unwrapped):
+            unwrapped = self.calls.routes.unwrap(envelope)
+            if unwrapped is not None and self.admission.admits(unwrapped):
+                self.calls.routes.came_by(envelope.source, unwrapped.source, now)
                 self.calls.receive(unwrapped, now)
         else:
             self.calls.routes.came_directly(envelope.source, now)

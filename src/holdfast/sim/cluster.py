@@ -280,15 +280,15 @@ class SimSupervisor:
     def __init__(self, machine: Supervisor) -> None:
         self.me, self.outbox = machine.me, machine.outbox
         self.receive = machine.receive
-        self._machine = machine
+        self.machine = machine
         self._next_report = 0.0
 
     def tick(self, now: float) -> None:
         """Let time pass, and report."""
-        self._machine.tick(now)
+        self.machine.tick(now)
         if now >= self._next_report:
             self._next_report = now + REPORT_SECONDS
-            report = Status(self._machine.view.phase, 0, 0, ())
+            report = Status(self.machine.view.phase, 0, 0, ())
             self.outbox.append(Envelope(self.me, Peer("launcher"), report))
 
 
