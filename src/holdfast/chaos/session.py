@@ -107,6 +107,7 @@ def run_on_virtual_time(seed: int, count: int, json_path: Path | None, console: 
     report.figure("virtual_hours", result.virtual_seconds / 3600)
     report.figure("violations", len(result.violations), "schedules that showed something wrong")
     report.figure("seconds", result.seconds)
+    report.figure("schedules_per_minute", result.per_minute, "on all processors")
     report.raw["violations"] = {str(at): found for at, found in result.violations.items()}
     report.save()
     count_bad = len(result.violations)

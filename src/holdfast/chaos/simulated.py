@@ -34,6 +34,11 @@ class SimulatedResult:
     violations: dict[int, list[str]] = field(default_factory=dict)
     """What was wrong, by seed."""
 
+    @property
+    def per_minute(self) -> float:
+        """Schedules; 0 if nobody has taken the time."""
+        return 60 * self.schedules / self.seconds if self.seconds else 0.0
+
     def add(self, other: SimulatedResult) -> None:
         """Take the result of other schedules in."""
         self.schedules += other.schedules

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
-from msgspec.structs import asdict
+from msgspec.structs import fields
 
 from holdfast.cluster.messages import (
     Beat,
@@ -98,6 +99,13 @@ class _Checks:
         self._slots: Mapping[str, int] = {
             "server": plan.servers, "worker": plan.workers, "supervisor": 1, "launcher": 1
         }  # fmt: skip
+        self._senders = {
+            (kind, source): self._slots[source]
+            for kind, routes in ROUTES.items()
+            for source, target in routes
+            if target == me.role
+        }
+        """How many slots of a role may send a message of a kind here."""
         self._checks: Mapping[type[Message], Callable[[Any, Sequence[Frame], Peer], None]] = {
             Pull: self._pull,
             Rows: self._rows,
@@ -121,9 +129,11 @@ class _Checks:
     def __call__(self, envelope: Envelope) -> None:
         message, source = envelope.message, envelope.source
         kind = type(message)
-        if (source.role, self._me.role) not in ROUTES[kind]:
+        slots = self._senders.get((kind, source.role))
+        if slots is None:
             raise ValueError(f"a {source.role} does not send it to a {self._me.role}")
-        self._slot(source.role, source.slot)
+        if not 0 <= source.slot < slots:
+            self._slot(source.role, source.slot)
         check = self._checks.get(kind)
         if check is not None:
             check(message, envelope.frames, source)
@@ -339,10 +349,15 @@ def _count(frames: Sequence[Frame], count: int) -> None:
         raise ValueError(f"{len(frames)} arrays: expected {count}")
 
 
+_COUNTS: Final[Mapping[type[Redundancy | Figures], Callable[[object], tuple[int, ...]]]] = {
+    kind: attrgetter(*(field.name for field in fields(kind) if field.type is int and field.name != "version"))
+    for kind in (Redundancy, Figures)
+}
+
+
 def _counts(counted: Redundancy | Figures) -> None:
-    for name, value in asdict(counted).items():
-        if isinstance(value, int) and value < 0 and name != "version":
-            raise ValueError(f"{name} is {value}: expected 0 or more")
+    if min(_COUNTS[type(counted)](counted)) < 0:
+        raise ValueError(f"{counted}: expected counts of 0 or more")
 
 
 def _size(frame: Frame, rows: int, row_bytes: int) -> None:

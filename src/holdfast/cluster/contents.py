@@ -72,6 +72,14 @@ class Contents:
         """Take a worker's copy into account."""
         self._installing.offer(source, message, update)
 
+    def unsure(self, view: View) -> list[Peer]:
+        """Workers that may be unable to send again what is lacking."""
+        return [
+            Peer("worker", worker.slot, worker.incarnation)
+            for worker in view.workers
+            if worker.starts and self.marks[worker.slot] < self._ledger.applied(worker.slot)
+        ]
+
     def advance(self, view: View) -> Update | None:
         """Choose a copy when it is clear which is the newest; do without what nobody can send again."""
         chosen = None

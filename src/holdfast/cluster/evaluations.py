@@ -17,12 +17,16 @@ class Evaluations:
             that the supervisor before can have given.
         every: batches between tests; 0: only at the end.
         steps: batches that count already.
+
+    Attributes:
+        every: as given.
+        results: of those that are done.
     """
 
     def __init__(self, epoch: int, every: int, steps: int) -> None:
         self.results: list[Evaluation] = []
         self._number = self._before = (epoch - 1) * _TESTS_OF_AN_EPOCH
-        self._every = every
+        self.every = every
         self._asked_at = steps
 
     @property
@@ -43,7 +47,7 @@ class Evaluations:
 
     def is_due(self, steps: int) -> bool:
         """Whether it is time for the next one."""
-        return bool(self._every) and steps - self._asked_at >= self._every
+        return bool(self.every) and steps - self._asked_at >= self.every
 
     def begin(self, steps: int) -> int:
         """The number of the next one."""

@@ -63,6 +63,8 @@ class Installing:
         self._without: set[Peer] = set()
         """Workers that have none: none can come to have any, since that takes rows of this server."""
         self._offers: dict[Peer, Offer] = {}
+        self._kept: dict[Peer, int] = {}
+        """What workers have said of their newest push that they cannot send again."""
         self.lost = False
         """Whether nobody has them."""
 
@@ -83,7 +85,8 @@ class Installing:
         return sum(self._shards[group].rows for group in self.groups)
 
     def answered(self, source: Peer, message: Install) -> None:
-        """Note that a worker has no values."""
+        """Note what a worker can send again, and that it has no values if so."""
+        self._kept[source] = max(message.kept, self._kept.get(source, 0))
         if not message.parts:
             self._without.add(source)
 
@@ -110,16 +113,25 @@ class Installing:
         return None
 
     def kept(self, worker: WorkerInView) -> int:
-        """The newest push of a worker that it cannot send again, as far as is known."""
-        offer = self._offers.get(Peer("worker", worker.slot, worker.incarnation))
-        return max(worker.sequence if worker.starts else 0, offer.message.kept if offer else 0)
+        """The newest push of a worker that it cannot send again, as far as it has said so.
 
-    def tick(self, view: View, now: float) -> None:
-        """Ask those who may have them, when it is time; find out that nobody has."""
+        That it started behind a push says nothing: a supervisor that came back starts those again that are
+        at work, and have all that is not kept.
+        """
+        return self._kept.get(Peer("worker", worker.slot, worker.incarnation), 0)
+
+    def tick(self, view: View, now: float, unsure: Sequence[Peer] = ()) -> None:
+        """Ask those who may have them, when it is time; find out that nobody has.
+
+        Workers of which it is ``unsure`` whether they will send again what is lacking are asked that.
+        """
         groups = self.groups
-        if not groups or self.lost or now < self._ask_again:
+        if not (groups or unsure) or self.lost or now < self._ask_again:
             return
         self._ask_again = now + self._plan.timing.retry_seconds
+        if not groups:
+            self._outbox += [Envelope(self._me, peer, Lacks(())) for peer in unsure]
+            return
         # Those that have not started, too: a supervisor that came back may not know that they have.
         workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]
         asked = [peer for peer in workers if peer not in self._without]

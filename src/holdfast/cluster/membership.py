@@ -313,8 +313,9 @@ class Supervisor:
 
     def _bring_in(self, worker: WorkerMember) -> None:
         """Take a new incarnation of a worker one step further, if all servers are ready for it."""
-        ready = all(s.stage == "started" and s.marks and s.follows(worker.since_view) for s in self.servers)
-        if worker.stage == "started" or not ready:
+        if worker.stage == "started":
+            return
+        if not all(s.stage == "started" and s.marks and s.follows(worker.since_view) for s in self.servers):
             return
         marks = [s.marks[worker.slot] for s in self.servers]
         if worker.stage == "fencing":
@@ -357,6 +358,8 @@ class Supervisor:
         done = all(
             w.stage == "started" and w.beat is not None and w.beat.state == "done" for w in self.workers
         )
+        if not (done or tests.every):
+            return
         steps = self.steps()
         if done and not tests.waiting and self.cut is None and all(s.whole for s in self.servers):
             if not tests.has_tested(steps):

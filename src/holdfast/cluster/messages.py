@@ -90,7 +90,8 @@ class Install(Struct, frozen=True, array_like=True, tag="install"):
 
 
 class Lacks(Struct, frozen=True, array_like=True, tag="lacks"):
-    """Server → worker, unasked: only workers can have the values of these groups."""
+    """Server → worker, unasked: only workers can have the values of these groups. Of no group: it is enough
+    to say which pushes the worker can send again."""
 
     groups: tuple[int, ...]
 

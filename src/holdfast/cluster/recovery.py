@@ -108,6 +108,8 @@ class Recovery:
         self._later: list[_Ask] = []
         self._going_back: list[_Ask] = []
         self._requests = self._waves = 0
+        self._slow: set[Peer] = set()
+        """Parity servers that have not answered in time: so that only the first question waits for them."""
         self._scan_at = 0.0
         self._cursor: dict[tuple[int, int], int] = defaultdict(int)
 
@@ -164,6 +166,7 @@ class Recovery:
             return
         if self._protection.peer(source.slot) != source:
             return
+        self._slow.discard(source)
         placement = self._plan.placements[ask.group]
         if source.slot != placement.parity_server(self._protection.me.slot, ask.member, message.parity):
             raise ValueError(f"syndromes of parity {message.parity} from server {source.slot}")
@@ -235,7 +238,7 @@ class Recovery:
         if len(usable) < len(ask.without):
             self._despair(ask, now)
             return
-        usable.sort(key=lambda t: t in ask.slow)
+        usable.sort(key=lambda t: (t in ask.slow, self._server_of(ask, t) in {None, *self._slow}))
         self._requests += 1
         ask.asked = now
         ask.request, ask.parities, ask.answers = self._requests, tuple(usable[: len(ask.without)]), {}
@@ -252,22 +255,28 @@ class Recovery:
         if not others:
             return False
         ask.slow |= set(late)
+        ask.began = now  # to wait takes nothing from anybody: the scan need not pause for it
+        self._slow |= {peer for t in late if (peer := self._server_of(ask, t)) is not None}
         del self._asks[ask.request]
         self._ask(ask, now)
         return True
 
     def _send(self, ask: _Ask, now: float, *, again: bool = False) -> None:
         ask.again = now + _AGAIN_SECONDS
-        placement = self._plan.placements[ask.group]
         me = self._protection.me
         for t in ask.parities:
-            target = self._protection.peer(placement.parity_server(me.slot, ask.member, t))
+            target = self._server_of(ask, t)
             if t not in ask.answers and target is not None:
                 if again:
                     self._protection.doubt(target, now)
                 message = Recover(ask.request, ask.group, t, ask.without, len(ask.blocks))
                 frames = [ask.blocks.astype(np.uint32)]
                 self._protection.outbox.append(Envelope(me, target, message, frames))
+
+    def _server_of(self, ask: _Ask, parity: int) -> Peer | None:
+        """The server of one of the parities of what is asked for; None: it is not there."""
+        placement = self._plan.placements[ask.group]
+        return self._protection.peer(placement.parity_server(self._protection.me.slot, ask.member, parity))
 
     def _despair(self, ask: _Ask, now: float) -> None:
         """What was said of one record may be older than what was said of another: try anew before that."""

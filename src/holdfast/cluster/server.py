@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -71,6 +70,7 @@ class Server:
         saver: who saves its rows; None if nobody does. It may be set later, before the job starts.
         counters: of its transport.
         measure: tells bytes of memory and seconds of processor time of the process.
+        pid: of the process.
         witness: compares what is recovered with what was lost; None if nobody does.
 
     Attributes:
@@ -88,9 +88,11 @@ class Server:
         saver: Saver | None = None,
         counters: Counters | None = None,
         measure: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+        pid: int = 0,
         witness: Witness | None = None,
     ) -> None:
         self._measure = measure
+        self._pid = pid
         self.me = me
         self.plan = plan
         self.outbox: list[Envelope] = []
@@ -164,31 +166,38 @@ class Server:
         if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
             return  # meant for another that had this slot
         if isinstance(envelope.message, Relay):
-            unwrapped = self.routes.unwrap(envelope)
+            unwrapped = self._unwrap(envelope, now)
             if unwrapped is None:
                 return
-            if unwrapped.target != self.me:
-                self.outbox.append(unwrapped)
-                return
-            if not self.admission.admits(unwrapped):
-                return
-            self.routes.came_by(envelope.source, unwrapped.source, now)
             envelope = unwrapped
         else:
             self.routes.came_directly(envelope.source, now)
+        known = self.view
         try:
             answer, frames = self._answer(envelope)
         except ValueError:  # it does not fit what is here; nothing has changed
             self.admission.dropped += 1
             answer, frames = Refused("malformed"), ()
         if isinstance(envelope.message, View):
-            self.beat(now)
+            if self.view is not known:
+                self.beat(now)
             if self.started.epoch:
                 for each in self._waiting.at_start():
                     self.receive(each, now)
         elif answer is not None and envelope.source.role != "server":
             self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
-        self.routes.divert(self.outbox, now)
+        if self.outbox:
+            self.routes.divert(self.outbox, now)
+
+    def _unwrap(self, envelope: Envelope, now: float) -> Envelope | None:
+        """The message for this server that came by way of another; what is for others is passed on."""
+        unwrapped = self.routes.unwrap(envelope)
+        if unwrapped is not None and unwrapped.target != self.me:
+            self.outbox.append(unwrapped)
+        elif unwrapped is not None and self.admission.admits(unwrapped):
+            self.routes.came_by(envelope.source, unwrapped.source, now)
+            return unwrapped
+        return None
 
     def _started_servers(self) -> list[Peer]:
         return [Peer("server", s.slot, s.incarnation) for s in self.view.servers if s.starts]
@@ -206,9 +215,11 @@ class Server:
                 self.rebuilding.scrub(now)
             self._kept.tell(self.view, now)
         if self.started.epoch:
-            self._installing.tick(self.view, now)
+            unsure = self.contents.unsure(self.view) if self.contents is not None else ()
+            self._installing.tick(self.view, now, unsure)
             self._install_copy()
-        self.routes.divert(self.outbox, now)
+        if self.outbox:
+            self.routes.divert(self.outbox, now)
         if now >= self._next_beat or self._told != self._news():
             self.beat(now)
 
@@ -221,7 +232,7 @@ class Server:
             state="failed" if self.error else "restoring" if self.restoring else "ready",
             view=self.view.number,
             endpoint=self._endpoint,
-            pid=os.getpid(),
+            pid=self._pid,
             marks=self.marks(),
             cut=self._cut,
             saved=self._saved(),

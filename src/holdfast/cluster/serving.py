@@ -4,6 +4,7 @@ waited for."""
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import traceback
@@ -47,6 +48,7 @@ def run(assignment: Assignment) -> None:
             fresh=fresh,
             counters=transport.counters,
             measure=lambda: (memory_bytes(), time.process_time()),
+            pid=os.getpid(),
             witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
         )
         if server.recovery is not None:

@@ -180,8 +180,10 @@ class Worker:
         if not self.admission.admits(envelope):
             return
         if isinstance(message, View):
+            known = self.view
             self._adopt(message)
-            self.beat(now)
+            if self.view is not known:
+                self.beat(now)
         elif isinstance(message, Relay):
             unwrapped = self.calls.routes.unwrap(envelope)
             if unwrapped is not None and self.admission.admits(unwrapped):

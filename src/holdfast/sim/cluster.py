@@ -41,9 +41,9 @@ from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 
 ROWS = 40
 ROWS_OF_A_BATCH = 5
-COMPUTE_SECONDS = 0.02
-START_SECONDS = 0.5
-READ_SECONDS = 0.2
+COMPUTE_SECONDS = 0.035
+START_SECONDS = 0.3
+READ_SECONDS = 0.1
 REPORT_SECONDS = 0.25
 FIRST_VALUE = 1000.0
 """Of every weight. Not 0, which is also what nobody has written to."""
@@ -75,7 +75,7 @@ def counting_plan(
         GroupPlan(name="b", dim=2, tables=(TablePlan("b", 7),), optimizer=count, initial="installed"),
     )
     timing = Timing(
-        silent_seconds=1.5, start_seconds=10.0, retry_seconds=0.1, stuck_seconds=1.0, hopeless_seconds=25.0
+        silent_seconds=1.5, start_seconds=10.0, retry_seconds=0.1, stuck_seconds=1.0, hopeless_seconds=20.0
     )
     return JobPlan(
         job="sim",
@@ -89,7 +89,7 @@ def counting_plan(
         beyond=beyond,
         lanes=lanes
         or LaneOptions(
-            pushes=4, seconds=0.1, idle_seconds=0.1, window=8, chunk_rows=3, share=0.5, scrub_seconds=4.0
+            pushes=4, seconds=0.15, idle_seconds=0.15, window=8, chunk_rows=3, share=0.5, scrub_seconds=4.0
         ),
         atomic=atomic,
         staleness=staleness,

@@ -89,7 +89,7 @@ def simulate(
     seed: int,
     *,
     protected: bool = False,
-    batches: int = 40,
+    batches: int = 24,
     faults: int = 10,
     cluster: Cluster | None = None,
     most_seconds: float = MOST_SECONDS,
@@ -144,7 +144,7 @@ class _Schedule:
         self._left = faults
         self._network = cluster.network
         self._random = cluster.random
-        self._network.at(self._random.uniform(0.5, 1.0), self._next)
+        self._network.at(self._random.uniform(0.4, 0.8), self._next)
 
     def _next(self) -> None:
         if self._left == 0:
@@ -167,7 +167,7 @@ class _Schedule:
             else:
                 self.done[kind] += 1
                 getattr(self, f"_{kind}")(self._random.randrange(plan.workers))
-        self._network.at(self._network.now + self._random.expovariate(1 / 0.3), self._next)
+        self._network.at(self._network.now + self._random.expovariate(1 / 0.25), self._next)
 
     def _kill(self, worker: int) -> None:
         self._cluster.kill("worker", worker, noticed=True)

@@ -9,10 +9,10 @@ real machines.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from holdfast.cluster.messages import Peer
@@ -21,8 +21,7 @@ from holdfast.cluster.wire import Message
 Frame = NDArray[Any] | memoryview | bytes | bytearray
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(Struct, frozen=True):
     """A message on its way, with its arrays."""
 
     source: Peer

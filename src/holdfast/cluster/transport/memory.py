@@ -19,7 +19,7 @@ from holdfast.cluster.transport.base import Envelope, Node
 from holdfast.cluster.transport.packing import pack, unpack
 from holdfast.cluster.wire import Header, decode, encode
 
-TICK_SECONDS = 0.05
+TICK_SECONDS = 0.08
 _ENCODED = 8
 """Every so manieth message goes through bytes, as on a real wire."""
 
@@ -120,11 +120,10 @@ class Network:
 
     def flush(self, node: Node) -> None:
         """Send what a node wants to send."""
-        if node.outbox:
-            envelopes = node.outbox[:]
-            node.outbox.clear()
-            for envelope in envelopes:
-                self._send(envelope)
+        envelopes = node.outbox[:]
+        node.outbox.clear()
+        for envelope in envelopes:
+            self._send(envelope)
 
     def _send(self, envelope: Envelope) -> None:
         counts, weather, chance = self.counts, self.weather, self.random.random
@@ -158,7 +157,8 @@ class Network:
             if weather.ordered:
                 pair = source, target
                 time = self._last[pair] = max(time, self._last.get(pair, 0.0))
-            self.at(time, self._deliver, envelope)
+            self._numbers += 1
+            heapq.heappush(self._queue, (time, self._numbers, self._deliver, (envelope,)))
 
     def _damage(self, envelope: Envelope) -> None:
         """Flip a bit of a message, as it is on a wire: whoever receives it must notice, and drop it."""
@@ -184,7 +184,8 @@ class Network:
             header = decode(encode(Header("", envelope.source, envelope.target, envelope.message)))
             envelope = Envelope(header.source, header.target, header.message, envelope.frames)
         node.receive(envelope, self.now)
-        self.flush(node)
+        if node.outbox:
+            self.flush(node)
 
     def _tick(self, node: Node) -> None:
         if self.nodes.get(node.me) is not node:
@@ -193,7 +194,8 @@ class Network:
             self._paused[node.me].append((self._tick, (node,)))
             return
         node.tick(self.now)
-        self.flush(node)
+        if node.outbox:
+            self.flush(node)
         self.at(self.now + TICK_SECONDS, self._tick, node)
 
     def paused(self, peer: Peer) -> bool:
