@@ -177,7 +177,7 @@ def test_every_message_says_who_may_send_it() -> None:
 def test_a_message_counts_only_from_who_may_send_it() -> None:
     """Every message of a job, from every other role: a server takes no view of a worker, and gives no rows to
     a launcher."""
-    cluster = Cluster(counting_plan(**SHAPES[0]), 3, 24, STORM)
+    cluster = Cluster(counting_plan(**SHAPES[0]), 1, 24, STORM)
     hostile = Hostile(cluster, Mutator(3), 0.0)
     roles: tuple[Role, ...] = ("server", "worker", "supervisor", "launcher")
     tried: set[tuple[type, str, str]] = set()
