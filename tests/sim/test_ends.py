@@ -10,13 +10,13 @@ import pytest
 from holdfast.cluster import membership, recovery, routes, stalls, watching
 from holdfast.cluster.messages import Peer
 from holdfast.cluster.plan import JobPlan
-from holdfast.sim.cluster import Cluster, counting_plan
+from holdfast.sim.cluster import ROWS, Cluster, counting_plan
 
 BATCHES = 200
 
 
-def plan_of(k: int, r: int, more: int = 0) -> JobPlan:
-    return counting_plan(servers=k + r + more, workers=2, atomic=True, k=k, r=r)
+def plan_of(k: int, r: int, more: int = 0, rows: int = ROWS) -> JobPlan:
+    return counting_plan(servers=k + r + more, workers=2, atomic=True, k=k, r=r, rows=rows)
 
 
 def server(slot: int) -> Peer:
@@ -86,8 +86,10 @@ def test_it_would_wait_for_ever_if_all_had_to_be_sound(monkeypatch: pytest.Monke
 
 
 def test_a_slow_parity_server_is_not_waited_for() -> None:
-    """Another parity brings the rows back before it is taken for dead."""
+    """Another parity brings the rows back before it is taken for dead. Only the first question waits for it,
+    and not one for each chunk of rows."""
     assert comes_back_without_it()
+    assert comes_back_without_it(rows=120)
 
 
 def test_it_is_waited_for_if_no_other_parity_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +98,9 @@ def test_it_is_waited_for_if_no_other_parity_is_asked(monkeypatch: pytest.Monkey
     assert not comes_back_without_it()
 
 
-def comes_back_without_it() -> bool:
+def comes_back_without_it(rows: int = ROWS) -> bool:
     """Whether the rows of a server come back though one of their parity servers stands still."""
-    cluster = started(plan_of(2, 2))
+    cluster = started(plan_of(2, 2, rows=rows))
     network = cluster.network
     slow = cluster.plan.placement.parity_server(0, 0, 0)
     cluster.kill("server", 0, noticed=True)
