@@ -50,8 +50,8 @@ from holdfast.options import (
 if TYPE_CHECKING:
     from holdfast.checkpoint.api import Checkpointer
     from holdfast.checkpoint.quantized import QuantizedRows, quantize
-    from holdfast.cluster.api import Job
-    from holdfast.cluster.job import JobResult
+    from holdfast.cluster.job import Job
+    from holdfast.cluster.runtime.runner import JobResult
     from holdfast.data.criteo import Criteo
     from holdfast.data.prefetch import Prefetch
     from holdfast.data.reader import Batch, Reader
@@ -68,8 +68,8 @@ _HOMES = {
     "DLRM": "holdfast.models.dlrm",
     "DeepFM": "holdfast.models.deepfm",
     "PNN": "holdfast.models.pnn",
-    "Job": "holdfast.cluster.api",
-    "JobResult": "holdfast.cluster.job",
+    "Job": "holdfast.cluster.job",
+    "JobResult": "holdfast.cluster.runtime.runner",
     "Prefetch": "holdfast.data.prefetch",
     "QuantizedRows": "holdfast.checkpoint.quantized",
     "Reader": "holdfast.data.reader",

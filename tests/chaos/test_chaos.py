@@ -16,9 +16,9 @@ from holdfast.chaos.checker import ROWS_OF_A_BATCH, Checker, last_acknowledged
 from holdfast.chaos.counting import Twin, counted
 from holdfast.chaos.run import ChaosOptions, ChaosResult, plan_chaos, run_chaos
 from holdfast.cli import app
-from holdfast.cluster.faults import acknowledged_path
-from holdfast.cluster.messages import Figures, NodeStatus, Peer, Status
-from holdfast.cluster.resuming import restore_rows
+from holdfast.cluster.protocol.messages import Figures, NodeStatus, Peer, Status
+from holdfast.cluster.saving.resume import restore_rows
+from holdfast.cluster.worker.faults import acknowledged_path
 from holdfast.errors import ConfigError
 from holdfast.events import read_events
 from holdfast.tables.shard import GroupShard

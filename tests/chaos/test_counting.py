@@ -17,8 +17,8 @@ from holdfast.chaos.counting import (
     rows_of,
 )
 from holdfast.chaos.run import ChaosOptions
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.plan import JobPlan
 
 
 @pytest.fixture(scope="module")

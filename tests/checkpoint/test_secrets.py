@@ -214,7 +214,7 @@ def test_commands_that_fail(
 
 def test_what_a_job_keeps_in_its_checkpoints() -> None:
     """The configuration is kept with every version, for whoever reads it later."""
-    from holdfast.cluster.stored import JobState, dense_tree
+    from holdfast.cluster.saving.layout import JobState, dense_tree
     from holdfast.sim.cluster import counting_plan
     from holdfast.sim.saving import saved_plan
     from holdfast.training.saving import CheckpointConfig

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.cluster.messages import Peer, Refused, Relay
-from holdfast.cluster.server import Server
-from holdfast.cluster.transport.base import Envelope, Frame
-from holdfast.cluster.transport.packing import pack, unpack
-from holdfast.cluster.wire import ROUTES, Header, Message, decode, encode
+from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.messages import Peer, Refused, Relay
+from holdfast.cluster.protocol.wire import ROUTES, Header, Message, decode, encode
+from holdfast.cluster.runtime.transport.packing import pack, unpack
+from holdfast.cluster.server.machine import Server
 from holdfast.sim.cluster import Cluster
 from holdfast.tables.shard import digest
 

@@ -15,11 +15,11 @@ import torch
 
 import holdfast as hf
 from holdfast import options as hf_options
-from holdfast.cluster import api
-from holdfast.cluster.calls import spread_by
-from holdfast.cluster.model import WorkerModel
-from holdfast.cluster.planning import plan_job
-from holdfast.cluster.progress import JobProgress
+from holdfast.cluster import job as api
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.report.progress import JobProgress
+from holdfast.cluster.worker.calls import spread_by
+from holdfast.cluster.worker.model import WorkerModel
 from holdfast.errors import ConfigError
 from holdfast.events import read_events
 from holdfast.models.recommender import table_dims

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster.calls import Calls, Floats, Spread, empty_spread
-from holdfast.cluster.copies import Copy
-from holdfast.cluster.messages import (
+from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
+from holdfast.cluster.protocol.messages import (
     Commit,
     Install,
     Instant,
@@ -28,10 +27,11 @@ from holdfast.cluster.messages import (
     WorkerInView,
     WorkerMark,
 )
-from holdfast.cluster.plan import Resume
-from holdfast.cluster.steps import Item, Worker
-from holdfast.cluster.transport.base import Envelope, Frame, as_array
-from holdfast.cluster.wire import Message
+from holdfast.cluster.protocol.plan import Resume
+from holdfast.cluster.protocol.wire import Message
+from holdfast.cluster.worker.calls import Calls, Floats, Spread, empty_spread
+from holdfast.cluster.worker.copies import Copy
+from holdfast.cluster.worker.machine import Item, Worker
 from holdfast.sim.cluster import counting_plan
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.cluster.evaluations import Evaluations
-from holdfast.cluster.messages import Evaluation
+from holdfast.cluster.protocol.messages import Evaluation
+from holdfast.cluster.supervisor.evaluations import Evaluations
 
 
 def test_one_test_after_the_other() -> None:

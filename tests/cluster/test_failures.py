@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds
-from holdfast.cluster.messages import Happening
+from holdfast.cluster.protocol.messages import Happening
+from holdfast.cluster.report.failures import Failures, ServerFailure, SpeedMeter, Speeds
 
 
 def happening(at: float, event: str, slot: int = 1, incarnation: int = 2, **figures: Any) -> Happening:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.faults import Acknowledged, Fault, acknowledged_path
-from holdfast.cluster.messages import Position
+from holdfast.cluster.protocol.messages import Position
+from holdfast.cluster.worker.faults import Acknowledged, Fault, acknowledged_path
 from holdfast.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def test_what_is_no_fault_is_refused(text: str) -> None:
 
 ANY_PUSH = """
 import os, signal
-from holdfast.cluster.faults import Faults
+from holdfast.cluster.worker.faults import Faults
 faults = Faults(["kill@push:*:1"])
 faults.reach("push", 7, 1)
 print("armed", flush=True)

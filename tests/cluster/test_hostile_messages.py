@@ -8,10 +8,9 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster.checks import Admission
-from holdfast.cluster.failures import Failures, SpeedMeter
-from holdfast.cluster.job import Launcher, TrainingClock
-from holdfast.cluster.messages import (
+from holdfast.cluster.protocol.admission import Admission
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import (
     Beat,
     Collect,
     Commit,
@@ -25,14 +24,15 @@ from holdfast.cluster.messages import (
     View,
     ViewNumber,
 )
-from holdfast.cluster.node import Assignment
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.progress import Reports, tell
-from holdfast.cluster.stripe_messages import Forget
-from holdfast.cluster.supervisor import _status
-from holdfast.cluster.transport.base import Envelope
-from holdfast.cluster.transport.memory import Weather
-from holdfast.cluster.wire import ROUTES, Header, Message, encode
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.stripe_messages import Forget
+from holdfast.cluster.protocol.wire import ROUTES, Header, Message, encode
+from holdfast.cluster.report.failures import Failures, SpeedMeter
+from holdfast.cluster.report.progress import Reports, tell
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.runner import Launcher, TrainingClock
+from holdfast.cluster.runtime.transport.memory import Weather
+from holdfast.cluster.supervisor.process import _status
 from holdfast.events import EventLog
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.saving import SavedCluster, saved_plan, wrong_versions

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.job import Launcher, TrainingClock
-from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.messages import Evaluation, NodeStatus, Peer, Status, View, ViewNumber, WorkerInView
-from holdfast.cluster.node import Assignment
-from holdfast.cluster.plan import Timing
-from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import (
+    Evaluation,
+    NodeStatus,
+    Peer,
+    Status,
+    View,
+    ViewNumber,
+    WorkerInView,
+)
+from holdfast.cluster.protocol.plan import Timing
+from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.runner import Launcher, TrainingClock
 from holdfast.errors import JobFailed
 from tests.cluster.launch.test_local import COMMAND, PATHS, assignment
 

@@ -15,11 +15,11 @@ from holdfast.chaos.counting import count_rows
 from holdfast.checkpoint.records import Rows
 from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store import open_store
-from holdfast.cluster.job import JobResult, Runner
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.messages import Peer, Status
-from holdfast.cluster.plan import JobPlan, Timing
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.messages import Peer, Status
+from holdfast.cluster.protocol.plan import JobPlan, Timing
+from holdfast.cluster.runtime.engines.local import LocalLauncher
+from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.coding.placement import Placement
 from holdfast.events import EventLog, read_events
 from holdfast.tables.shard import GroupShard

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.cluster.lanes import InLane, OutLane
-from holdfast.cluster.messages import Instant, Peer
-from holdfast.cluster.stripe_messages import Change
-from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Instant, Peer
+from holdfast.cluster.protocol.stripe_messages import Change
+from holdfast.cluster.redundancy.lanes import InLane, OutLane
 from holdfast.sim.cluster import Cluster, counting_plan
 
 OWNER, PARITY = Peer("server", 0, 1), Peer("server", 1, 1)

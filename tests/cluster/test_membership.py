@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster.epochs import Durable
-from holdfast.cluster.membership import Supervisor
-from holdfast.cluster.messages import (
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import (
     Beat,
     Evaluation,
     Exit,
@@ -21,7 +20,8 @@ from holdfast.cluster.messages import (
     ViewNumber,
     WorkerMark,
 )
-from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.supervisor.machine import Supervisor
+from holdfast.cluster.supervisor.views import Durable
 from holdfast.sim.cluster import counting_plan
 from holdfast.sim.storage import MemoryStorage
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from holdfast.cluster.model import WorkerModel, network_parts, plan_groups
+from holdfast.cluster.worker.model import WorkerModel, network_parts, plan_groups
 from holdfast.coding.placement import Placement
 from holdfast.data.reader import Batch
 from holdfast.errors import ConfigError

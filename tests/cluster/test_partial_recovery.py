@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.plan import JobPlan, Timing
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.plan import JobPlan, Timing
+from holdfast.cluster.runtime.engines.local import LocalLauncher
 from holdfast.errors import ConfigError
 from holdfast.events import read_events
 from holdfast.training.config import load

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from holdfast.cluster.messages import (
+from holdfast.cluster.protocol.messages import (
     Evaluation,
     Figures,
     Happening,
@@ -22,8 +22,8 @@ from holdfast.cluster.messages import (
     Redundancy,
     Status,
 )
-from holdfast.cluster.progress import JobProgress, RedundancyStatus, Reports, tell
-from holdfast.cluster.view import PlainJobView, describe_redundancy, render
+from holdfast.cluster.report.progress import JobProgress, RedundancyStatus, Reports, tell
+from holdfast.cluster.report.view import PlainJobView, describe_redundancy, render
 from holdfast.events import EventLog, read_events
 from holdfast.training.config import load
 

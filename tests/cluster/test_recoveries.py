@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.cluster.messages import WorkerMark
-from holdfast.cluster.recoveries import Recoveries
+from holdfast.cluster.protocol.messages import WorkerMark
+from holdfast.cluster.supervisor.recovery_log import Recoveries
 
 
 def marks(*sequences: int) -> tuple[WorkerMark, ...]:

@@ -18,14 +18,14 @@ from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.local_files import Files
 from holdfast.checkpoint.verify import verify_versions
-from holdfast.cluster.messages import Happening
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.progress import tell
-from holdfast.cluster.resuming import find_resume
-from holdfast.cluster.saving import ShardSaver
-from holdfast.cluster.stored import encoder_of
-from holdfast.cluster.transport.memory import CALM, Weather
-from holdfast.cluster.unsaved import count
+from holdfast.cluster.protocol.messages import Happening
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.report.progress import tell
+from holdfast.cluster.runtime.transport.memory import CALM, Weather
+from holdfast.cluster.saving.failures import count
+from holdfast.cluster.saving.layout import encoder_of
+from holdfast.cluster.saving.resume import find_resume
+from holdfast.cluster.saving.shard_saver import ShardSaver
 from holdfast.coding.placement import Placement
 from holdfast.errors import CorruptCheckpoint, ModelMismatch
 from holdfast.sim.cluster import counting_plan

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.cluster.messages import (
+from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.messages import (
     Commit,
     Install,
     Part,
@@ -24,11 +25,10 @@ from holdfast.cluster.messages import (
     ViewNumber,
     WorkerInView,
 )
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.server import Server
-from holdfast.cluster.serving import _warm_up
-from holdfast.cluster.transport.base import Envelope, Frame
-from holdfast.cluster.wire import Message
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.wire import Message
+from holdfast.cluster.server.machine import Server
+from holdfast.cluster.server.process import _warm_up
 from holdfast.kernels import rows as row_loops
 from holdfast.kernels import update
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan

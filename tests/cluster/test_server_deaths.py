@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.cluster.job import JobResult, Runner
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.messages import Peer, Status
-from holdfast.cluster.plan import JobPlan, Timing
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.messages import Peer, Status
+from holdfast.cluster.protocol.plan import JobPlan, Timing
+from holdfast.cluster.runtime.engines.local import LocalLauncher
+from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.events import EventLog, read_events
 from holdfast.training.config import load
 from tests.cluster.test_kills import counted, expected

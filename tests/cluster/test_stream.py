@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.cluster.messages import Position
-from holdfast.cluster.stream import Layout, Stream, merge_layouts
+from holdfast.cluster.protocol.batches import Layout, Stream, merge_layouts
+from holdfast.cluster.protocol.messages import Position
 from holdfast.data.criteo import Criteo
 from holdfast.data.reader import Batch, Reader
 from holdfast.data.synthetic import Synthetic

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.cluster.messages import Peer, Position, Pushed, Refused, WorkerInView
-from holdfast.cluster.transaction import PushLedger
+from holdfast.cluster.protocol.messages import Peer, Position, Pushed, Refused, WorkerInView
+from holdfast.cluster.server.ledger import PushLedger
 
 
 class Ledger(PushLedger[str]):

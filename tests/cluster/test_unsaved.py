@@ -13,10 +13,10 @@ import pytest
 
 import holdfast as hf
 from holdfast.checkpoint.store.local import explain
-from holdfast.cluster.job import JobResult
-from holdfast.cluster.messages import Evaluation, SaveFailure, Status
+from holdfast.cluster.protocol.messages import Evaluation, SaveFailure, Status
+from holdfast.cluster.runtime.runner import JobResult
+from holdfast.cluster.saving.failures import SaveFailures, SaveLedger, cause_of, count, describe_lack, kind_of
 from holdfast.cluster.session import resume_command, resuming, summary
-from holdfast.cluster.unsaved import SaveFailures, SaveLedger, cause_of, count, describe_lack, kind_of
 from holdfast.errors import StoreLocked, StoreUnreachable
 from holdfast.options import Kill
 from holdfast.training.config import Config, load

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.witness import Witness
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.server.witness import Witness
 from holdfast.coding.placement import Placement
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard

@@ -30,9 +30,9 @@ SETTINGS = [
 RUN = """
 import json, sys
 from pathlib import Path
-from holdfast.cluster.job import Runner
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.runtime.runner import Runner
+from holdfast.cluster.runtime.engines.local import LocalLauncher
+from holdfast.cluster.make_plan import plan_job
 from holdfast.events import EventLog
 from holdfast.training.config import load
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster import protection
-from holdfast.cluster.transport.memory import Weather
+from holdfast.cluster.redundancy import replicator as protection
+from holdfast.cluster.runtime.transport.memory import Weather
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import protected_plan_of, simulate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from holdfast.cluster.transport.memory import Weather
+from holdfast.cluster.runtime.transport.memory import Weather
 from holdfast.sim.cluster import Cluster
 from holdfast.sim.schedule import protected_plan_of, simulate
 

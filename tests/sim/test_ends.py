@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.cluster import membership, recovery, routes, stalls, watching
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.protocol import routes
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.redundancy import recover as recovery
+from holdfast.cluster.supervisor import machine as membership
+from holdfast.cluster.supervisor import stalls
+from holdfast.cluster.supervisor import watch as watching
 from holdfast.sim.cluster import ROWS, Cluster, counting_plan
 
 BATCHES = 200

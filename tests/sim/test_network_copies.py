@@ -7,11 +7,12 @@ from typing import Any, Literal
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster import contents, installing
-from holdfast.cluster.membership import Supervisor
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.transport.memory import Weather
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.transport.memory import Weather
+from holdfast.cluster.server import contents
+from holdfast.cluster.server import initial_values as installing
+from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.sim.cluster import FIRST_VALUE, Cluster, SimWorker, counting_plan
 from holdfast.sim.schedule import protected_plan_of, simulate
 

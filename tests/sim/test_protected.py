@@ -10,21 +10,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster import (
-    calls,
-    lanes,
-    members,
-    membership,
-    parity,
-    protection,
-    rebuilding,
-    server,
-    transaction,
-)
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.plan import LaneOptions, Resume
-from holdfast.cluster.stripe_messages import Change
-from holdfast.cluster.transport.memory import Weather
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.plan import LaneOptions, Resume
+from holdfast.cluster.protocol.stripe_messages import Change
+from holdfast.cluster.redundancy import lanes, parity
+from holdfast.cluster.redundancy import replicator as protection
+from holdfast.cluster.redundancy import stripes as rebuilding
+from holdfast.cluster.runtime.transport.memory import Weather
+from holdfast.cluster.server import ledger as transaction
+from holdfast.cluster.server import machine as server
+from holdfast.cluster.supervisor import machine as membership
+from holdfast.cluster.supervisor import members
+from holdfast.cluster.worker import calls
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate
 from holdfast.tables import changes

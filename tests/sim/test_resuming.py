@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.manifest import encode, name_of, read_newest
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.resuming import find_resume, restore_rows, roll_back
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.saving.resume import find_resume, restore_rows, roll_back
 from holdfast.errors import CorruptCheckpoint
 from holdfast.sim.cluster import counting_plan, counts
 from holdfast.sim.saving import SavedCluster, saved_plan

@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.manifest import read_newest
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.cluster.membership import Supervisor
-from holdfast.cluster.messages import Exit, Peer
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.saving import ShardSaver
-from holdfast.cluster.stored import saving_of
-from holdfast.cluster.transport.base import Envelope
-from holdfast.cluster.transport.memory import Network
-from holdfast.cluster.versions import Versions
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Exit, Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.transport.memory import Network
+from holdfast.cluster.saving.coordinator import Versions
+from holdfast.cluster.saving.layout import saving_of
+from holdfast.cluster.saving.shard_saver import ShardSaver
+from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.errors import CorruptCheckpoint
 from holdfast.sim.cluster import counting_plan
 from holdfast.sim.saving import Died, SavedCluster, saved_plan, wrong_versions

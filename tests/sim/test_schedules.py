@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster import members, steps, transaction
-from holdfast.cluster.messages import WorkerInView
+from holdfast.cluster.protocol.messages import WorkerInView
+from holdfast.cluster.server import ledger as transaction
+from holdfast.cluster.supervisor import members
+from holdfast.cluster.worker import machine as steps
 from holdfast.sim import storage
 from holdfast.sim.schedule import KINDS, plan_of, simulate
 

@@ -9,9 +9,9 @@ import pytest
 
 import holdfast as hf
 from holdfast.chaos.counting import Numbered
-from holdfast.cluster.model import WorkerModel, plan_groups
-from holdfast.cluster.planning import plan_job
-from holdfast.cluster.stream import Stream
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.batches import Stream
+from holdfast.cluster.worker.model import WorkerModel, plan_groups
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError, DataError
 from holdfast.models.recommender import table_dims

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.make_plan import plan_job
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.policy.planner import plan
 from holdfast.policy.protections import KINDS

@@ -18,11 +18,11 @@ from holdfast.bench import server_start
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
 from holdfast.bench.live import BATCH, PARTS, WORKERS, LiveJob, cpu_ms, preset_config, with_servers
 from holdfast.bench.train import PlainLoop
-from holdfast.cluster.job import Runner
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.messages import Status
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.messages import Status
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.engines.local import LocalLauncher
+from holdfast.cluster.runtime.runner import Runner
 from holdfast.events import EventLog
 from holdfast.tables.lookup import Placer
 from holdfast.training.config import Config, load

@@ -20,11 +20,11 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from holdfast.cluster.job import Runner
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.messages import Happening, NodeStatus, Status
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.messages import Happening, NodeStatus, Status
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.engines.local import LocalLauncher
+from holdfast.cluster.runtime.runner import Runner
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.training.config import Config, load

@@ -38,10 +38,10 @@ from holdfast.bench.live import (
     with_servers,
 )
 from holdfast.bench.proportion import full_checkpoint, interval_seconds
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.planning import plan_job
-from holdfast.cluster.server import Server
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.server.machine import Server
 from holdfast.options import ErasureCode, NoProtection, Protection, Replication
 from holdfast.tables.lookup import Placer
 from holdfast.training.config import Config

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from holdfast.bench.harness import stopwatch
 from holdfast.bench.live import LiveJob, happened
-from holdfast.cluster.messages import Status
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.planning import plan_job
-from holdfast.cluster.resuming import open_saving, restore_rows
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.messages import Status
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.saving.resume import open_saving, restore_rows
 from holdfast.tables.shard import GroupShard
 from holdfast.training.config import Config
 from holdfast.training.saving import CheckpointConfig

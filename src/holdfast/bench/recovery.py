@@ -33,11 +33,11 @@ from torch import nn
 from holdfast.bench.harness import Report, Spread
 from holdfast.bench.live import BATCH, WORKERS, LiveJob, happened, preset_config, servers_of, with_servers
 from holdfast.bench.proportion import full_checkpoint, interval_seconds
-from holdfast.cluster.job import JobResult, Runner
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.messages import Status
-from holdfast.cluster.plan import CHUNK_BYTES, JobPlan
-from holdfast.cluster.planning import plan_job
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.messages import Status
+from holdfast.cluster.protocol.plan import CHUNK_BYTES, JobPlan
+from holdfast.cluster.runtime.engines.local import LocalLauncher
+from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.data.reader import Reader
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog

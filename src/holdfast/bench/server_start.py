@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 
 from holdfast.bench.harness import Report, Spread, interleave
-from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.messages import Beat, Peer
-from holdfast.cluster.node import Assignment
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.transport.address import address_of
-from holdfast.cluster.transport.private import private_folder
-from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.protocol.messages import Beat, Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.transport.address import address_of
+from holdfast.cluster.runtime.transport.private import private_folder
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.errors import HoldfastError
 
 _MOST_SECONDS = 120.0

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from holdfast.chaos.counting import SAMPLES, TABLE_ROWS, Twin, counted
 from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store import Store
-from holdfast.cluster.faults import acknowledged_path
-from holdfast.cluster.messages import Status
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.resuming import open_saving, read_tree, restore_rows
-from holdfast.cluster.stored import job_state
+from holdfast.cluster.protocol.messages import Status
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.saving.layout import job_state
+from holdfast.cluster.saving.resume import open_saving, read_tree, restore_rows
+from holdfast.cluster.worker.faults import acknowledged_path
 from holdfast.coding.placement import Placement
 from holdfast.tables.shard import GroupShard, digest
 

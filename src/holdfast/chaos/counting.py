@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.transport.base import as_array
+from holdfast.cluster.protocol.envelope import as_array
+from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.coding.placement import Placement
 from holdfast.data.reader import Batch
 from holdfast.tables.shard import GroupShard

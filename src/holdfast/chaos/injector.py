@@ -29,8 +29,8 @@ from holdfast.chaos.schedule import (
     other_faults,
     server_faults,
 )
-from holdfast.cluster.messages import NodeStatus, Peer, Role, Status
-from holdfast.cluster.transport.links import Links
+from holdfast.cluster.protocol.messages import NodeStatus, Peer, Role, Status
+from holdfast.cluster.runtime.transport.links import Links
 
 _FRESH_SECONDS = 1.0
 """Reports are no older than this when a server is taken."""

@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.messages import Peer, Role
+from holdfast.cluster.protocol.messages import Peer, Role
+from holdfast.cluster.runtime.engines.local import LocalLauncher
 
 _AFTERLIFE_SECONDS = 2.0
 
@@ -61,6 +61,6 @@ def orphans() -> list[int]:
             arguments = path.read_bytes().split(b"\0")
         except OSError:
             continue  # it has ended
-        if b"holdfast.cluster.node" in arguments and mine in arguments:
+        if b"holdfast.cluster.runtime.node" in arguments and mine in arguments:
             found.append(int(path.parent.name))
     return found

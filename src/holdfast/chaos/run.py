@@ -16,10 +16,10 @@ from holdfast.chaos.checker import Checker
 from holdfast.chaos.counting import SAMPLES
 from holdfast.chaos.processes import orphans
 from holdfast.chaos.trial import Clock, Hang, Trial
-from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
-from holdfast.cluster.planning import plan_job
-from holdfast.cluster.serving import prepare
-from holdfast.cluster.transport.links import MOST_SLOTS
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.plan import JobPlan, LaneOptions, Timing
+from holdfast.cluster.runtime.transport.links import MOST_SLOTS
+from holdfast.cluster.server.process import prepare
 from holdfast.errors import ConfigError, DataLoss, JobFailed
 from holdfast.options import ErasureCode, NoProtection, PartialRecovery, Replication, parse_protection
 from holdfast.training.config import Config, load

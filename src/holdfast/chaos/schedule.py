@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from holdfast.cluster.faults import POINTS
-from holdfast.cluster.plan import Timing
+from holdfast.cluster.protocol.plan import Timing
+from holdfast.cluster.worker.faults import POINTS
 
 Moment = Literal["coming", "recovering", "rebuilding"]
 """Of a server that takes over: its process starts, its rows come back, its parities come back."""

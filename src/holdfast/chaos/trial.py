@@ -18,11 +18,11 @@ from holdfast.chaos.checker import Checker
 from holdfast.chaos.injector import Injector
 from holdfast.chaos.processes import Processes
 from holdfast.chaos.schedule import Shape, points_of_pushes
-from holdfast.cluster.job import JobResult, Runner
-from holdfast.cluster.loop import LINKS_FILE
-from holdfast.cluster.messages import Peer, Status
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.transport.links import Links
+from holdfast.cluster.protocol.messages import Peer, Status
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.loop import LINKS_FILE
+from holdfast.cluster.runtime.runner import JobResult, Runner
+from holdfast.cluster.runtime.transport.links import Links
 from holdfast.errors import DataLoss, HoldfastError, NoSuchVersion
 from holdfast.events import EventLog, read_events
 

@@ -1,560 +1,327 @@
-"""A job as whoever started it sees it: processes, the supervisor's reports, a result.
+"""``Job``: training in many processes, from a few lines of Python or a configuration. Read this first.
 
-``Runner.run`` is the main path. The process that calls it starts all others, starts those again that the
-supervisor asks for, and ends them; it decides nothing.
+The way down from here: ``planning`` makes the plan that all processes share, ``job.Runner`` starts and
+watches them, ``supervisor``, ``server`` and ``worker`` are what they run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import signal
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from holdfast.cluster.checks import Admission
-from holdfast.cluster.epochs import Durable
-from holdfast.cluster.failures import Failures, ServerFailure, SpeedMeter, Speeds, lost_rows_path
-from holdfast.cluster.keys import JobKeys
-from holdfast.cluster.launch.base import Engine
-from holdfast.cluster.loop import flush
-from holdfast.cluster.messages import (
-    Beat,
-    Evaluation,
-    Exit,
-    Happening,
-    Peer,
-    Role,
-    SaveFailure,
-    Status,
-    View,
-    ViewNumber,
-)
-from holdfast.cluster.node import Assignment
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.supervisor import STATE_FILE
-from holdfast.cluster.transport.address import LOCAL
-from holdfast.cluster.transport.base import Envelope
-from holdfast.cluster.transport.private import private_folder
-from holdfast.cluster.transport.zmq import ZmqTransport
-from holdfast.cluster.unsaved import SaveLedger, count, in_short
-from holdfast.cluster.watching import SupervisorWatch
-from holdfast.errors import DataLoss, JobFailed, ServerLost, WorkerFailed
+from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.protocol.messages import Happening, Status
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.report.progress import JobProgress, Reports
+from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
+from holdfast.cluster.runtime.runner import JobResult, Runner
+from holdfast.cluster.runtime.transport.address import LOCAL, check_shared
+from holdfast.cluster.saving.failures import describe_lack, log
+from holdfast.cluster.server.witness import ROWS_FOLDER
+from holdfast.data.criteo import Criteo
+from holdfast.data.synthetic import Synthetic
+from holdfast.errors import ConfigError, DataLoss, StoreLocked
 from holdfast.events import EventLog
-from holdfast.options import Kill
+from holdfast.options import Kill, NoProtection, Protection
+from holdfast.recipe import Recipe, recipe_of
+from holdfast.stopping import stop_on_signals
+from holdfast.training.config import Config, load
+from holdfast.training.session import open_run
 
-_POLL_SECONDS = 0.05
-_START_SECONDS = 60.0
-_MOST_SUPERVISORS = 10
-_LAST_WORDS_SECONDS = 2.0
-_FAILED_SECONDS = 0.5
-_SPARE_AFTER_SECONDS = 5.0
-"""Until then those that start need the processors themselves, and a short job is over."""
+TEST_SAMPLES = 100_000
+"""Of a ``Synthetic`` reader's test part, if none is given."""
 
+_MOST_RESTARTS = 10  # from checkpoints, when more was lost than the code covers
+_LOCKED_SECONDS = 90.0  # in which the lease of a supervisor that died runs out, after a minute
+_LOCKED_AGAIN_SECONDS = 2.0
 
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """What a job ends with."""
-
-    steps: int
-    """Batches that were trained on, each once."""
-    samples: int
-    train_seconds: float
-    """From when workers began to the end of the last step, with the tests between."""
-    samples_per_second: float
-    test: Evaluation
-    """The last one."""
-    tests: tuple[Evaluation, ...]
-    workers_replaced: int
-    """Workers that died and were replaced."""
-    bad_lines: int
-    """Lines of the data that were skipped; those that a worker skipped before it was replaced are missing."""
-    kills_missed: tuple[Kill, ...]
-    """Kills that were asked for and did not happen, as the job had ended by then."""
-    records: str
-    """A checksum over all servers' records: equal for equal jobs; "" if a server did not tell it in time."""
-    folder: Path
-    """The run's: its configuration, events and logs."""
-    interrupted: bool
-    """Whether it ended before its time."""
-    signal: int | None = None
-    """The signal that ended it then."""
-    versions: tuple[int, ...] = ()
-    """Checkpoints that were saved."""
-    save_failures: tuple[SaveFailure, ...] = ()
-    """Why others could not be, and how many: the job went on without them."""
-    unsaved: bool = False
-    """Whether the last one that was to be saved, at the end or before, was not."""
-    last_checkpoint: int | None = None
-    """The version that the job can go on from, this run's or an earlier one's; None: there is none."""
-    unsaved_steps: int = 0
-    """Batches that are not in it; all of them if there is none."""
-    losses: tuple[str, ...] = ()
-    """What was lost each time that more servers died than the code covers, and the job went back to its last
-    checkpoint."""
-
-    failures: tuple[ServerFailure, ...] = ()
-    """Each server that died, and how the job came back."""
-    speeds: Speeds | None = None
-    """Samples per second before, between and after; None if no server died."""
-    pls: float = 0.0
-    """The portion of lost samples of partial recovery: samples since the last save times the server's share
-    of the rows, summed over all servers that died, of all samples."""
-    parities_checked: int = 0
-    """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
-    parities_wrong: int = 0
-    """How often they did not agree."""
-    messages_dropped: int = 0
-    """Messages that came to processes which lived to the end, and did not count: damaged, malformed, or not
-    from who may send them."""
-
-    @property
-    def auc(self) -> float:
-        """On the test part, at the end."""
-        return self.test.auc
-
-    @property
-    def checkpoints_failed(self) -> int:
-        """Checkpoints that could not be saved."""
-        return count(self.save_failures)
-
-    @property
-    def servers_replaced(self) -> int:
-        """Servers that died and were replaced."""
-        return sum(failure.started_seconds is not None for failure in self.failures)
+Made = object | str | tuple[str, Mapping[str, Any]]
+"""A model or reader of Holdfast's, an import path "package.module:callable", or one with arguments."""
 
 
-class Launcher:
-    """The machine that starts what views ask for and says what has ended."""
+class Job:
+    """Trains a model in many processes: servers hold its rows, workers compute.
+
+    Args:
+        model: a ``DLRM``, ``DeepFM`` or ``PNN``; or the import path of a function that takes a reader and
+            gives a network, "package.module:build", or (path, arguments). A model that is given itself is
+            made again in every worker, as it was when it was made: weights that it has learned since are
+            not used.
+        data: a ``Synthetic`` or ``Criteo`` reader; or the import path of a function ``reader(part,
+            batch_size)``, or (path, arguments). Workers share its batches.
+        servers: processes that hold rows.
+        workers: processes that compute.
+        test_data: what to test on, given as ``data`` is. By default the matching test part: 100,000 samples
+            of the same teacher for ``Synthetic``, the part that ``test_fraction`` or ``test_files`` leave
+            for ``Criteo``, ``reader("test", batch_size)`` for an import path.
+        optimizer: "sgd", "momentum", "adagrad", "rowwise-adagrad" or "adam".
+        lr: the learning rate; by default one that suits the optimizer.
+        batch_size: samples in a batch; a reader that is given itself has its own. 2048 by default.
+        epochs: how often all data is gone over.
+        max_steps: end after so many batches, of all workers together.
+        test_every: batches between tests, which one worker makes while the others train; 0: at the end only.
+        seed: of the first values.
+        protection: what keeps the job going when servers die: ``ErasureCode``, ``Replication``, or nothing.
+        staleness: how many of its own batches a worker's rows may lack: 1 lets it pull rows while it
+            computes, 0 is synchronous.
+        server_processors: numbers of processors that servers have for themselves, as if they were on other
+            machines than workers: what they do, recovering among it, takes no processor from workers. By
+            default all processes share all processors.
+        run: the run's folder; by default a new one under ``runs/``.
+        engine: where processes run: "local", on this machine.
+        bind: where processes listen: "ipc", Unix sockets in a folder that only this user can enter; or a TCP
+            address without a port, such as "tcp://127.0.0.1", on which every connection is encrypted.
+        checkpoint: where to save the job, a folder or a URL; or the keys of the ``checkpoint`` section, such
+            as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job goes on
+            from the newest.
+        kill: processes to kill on the way, such as "worker:1@step:200", to see what happens.
+    """
 
     def __init__(
         self,
-        engine: Engine,
-        template: Assignment,
-        faults: Mapping[int, Sequence[str]] | None = None,
-        keys: JobKeys | None = None,
+        model: Made,
+        data: Made,
+        *,
+        servers: int = 4,
+        workers: int = 2,
+        test_data: Made | None = None,
+        optimizer: str = "adagrad",
+        lr: float | None = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        test_every: int = 0,
+        seed: int = 0,
+        protection: Protection = NoProtection(),  # noqa: B008 (frozen)
+        staleness: int = 1,
+        server_processors: Sequence[int] = (),
+        run: str | os.PathLike[str] | None = None,
+        engine: Literal["local"] = "local",
+        bind: str = LOCAL,
+        checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        kill: Sequence[str | Kill] = (),
     ) -> None:
-        self.me = Peer("launcher")
-        self.admission = Admission(self.me, template.plan)
-        self.outbox: list[Envelope] = []
-        self.view = View(ViewNumber(), "starting")
-        self.status: Status | None = None
-        self.exited: list[Exit] = []
-        self.stopping = False
-        """Whether the job is to end before its time."""
-        self.started: list[Peer] = []
-        """Processes that were started; whoever takes note of them takes them out."""
-        self.holding = False
-        """Whether workers are to wait between two batches."""
-        self._faults = faults or {}
-        self._engine = engine
-        self._template = template
-        self._keys = keys
-        self._current: dict[tuple[str, int], Peer] = {}
-        self.silences: list[float] = []
-        """How long supervisors were silent that were killed for it; whoever takes note takes them out."""
-        self._watch = SupervisorWatch(template.plan.timing)
-        self._supervisors = 0
-        self._left_at: float | None = None  # the supervisor ended, with the job
-        self._died_at = 0
-        self._spares_at: dict[Role, float] | None = None
-        self._now = 0.0
-
-    def receive(self, envelope: Envelope, now: float) -> None:
-        """Take a view or a report."""
-        message = envelope.message
-        if not self.admission.admits(envelope):
-            return
-        self._watch.hear(now)
-        if isinstance(message, Status):
-            self.status = message
-        elif isinstance(message, View) and message.number > self.view.number:
-            self.view = message
-            for worker in message.workers:
-                self.start(Peer("worker", worker.slot, worker.incarnation))
-            for server in message.servers:
-                self.start(Peer("server", server.slot, server.incarnation))
-
-    def _keep_spares(self) -> None:
-        """Have one process of each kind wait, its imports behind it, for whoever dies next."""
-        if self._spares_at is None:
-            if self.view.phase != "running":
-                return
-            at = self._now + _SPARE_AFTER_SECONDS
-            self._spares_at = {"server": at, "worker": at}
-        for role in [role for role, at in self._spares_at.items() if self._now >= at]:
-            del self._spares_at[role]
-            self._engine.warm(role)
-
-    def tick(self, now: float) -> None:
-        """Say what has ended, again and again, and start the supervisor again if it is among it."""
-        self._now = now
-        self._keep_spares()
-        self._watch_supervisor(now)
-        for peer, code in self._engine.exited():
-            if peer.role == "supervisor" and self.view.phase != "stopping":
-                steps = self.status.steps if self.status is not None else 0
-                self._supervisors = self._supervisors + 1 if steps == self._died_at else 1
-                self._died_at = steps
-                if self._supervisors > _MOST_SUPERVISORS:
-                    raise JobFailed(
-                        f"the supervisor ended {self._supervisors} times without a batch in between: see its "
-                        "logs"
-                    )
-                self._engine.start(self._assignment(peer))
-                self._watch.start(now)
-                self.started.append(peer)
-            elif peer.role == "supervisor":
-                self._left_at = now
-            elif self._current.get((peer.role, peer.slot)) == peer:
-                self.exited.append(Exit(peer, code))
-        told = self.status is not None and (self.status.finished or self.status.failure is not None)
-        if self._left_at is not None and not told and now > self._left_at + _LAST_WORDS_SECONDS:
-            raise JobFailed(
-                "the supervisor died while the job was ending, before it could say how it ended: see its "
-                "logs; from a checkpoint, if it is saved, the job goes on and ends again"
+        if engine != "local":
+            raise ConfigError(f"engine is {engine!r}: expected 'local', the only one there is so far")
+        data_section, batch_size = _data(data, test_data, batch_size)
+        job = {
+            "servers": servers, "workers": workers, "protection": msgspec.to_builtins(protection),
+            "staleness": staleness, "bind": bind,
+            "kill": [str(one) for one in kill], "server_processors": list(server_processors),
+        }  # fmt: skip
+        self.config = _checked(
+            load(
+                model=_section(_recipe(model, "model")),
+                data=data_section,
+                optimizer={"name": optimizer, "lr": lr},
+                job=job,
+                checkpoint=_checkpoint(checkpoint),
+                batch_size=batch_size,
+                epochs=epochs,
+                max_steps=max_steps,
+                test_every=test_every,
+                seed=seed,
+                run=None if run is None else os.fspath(run),
             )
-        state: Literal["done", "held", "ready"] = (
-            "done" if self.stopping else "held" if self.holding else "ready"
         )
-        beat = Beat(state, self.view.number, exited=tuple(self.exited))
-        self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
+        """All that decides the run."""
+        self.folder: Path | None = None
+        """The run's, once it has begun."""
 
-    def _watch_supervisor(self, now: float) -> None:
-        """End a supervisor that has fallen silent, as one that is stopped: like one that ended by itself, it
-        is started again."""
-        silent = self._watch.silence(now) if self._left_at is None else 0.0
-        if silent:
-            self.silences.append(silent)
-            self._engine.signal(self._template.me, signal.SIGKILL)
-            self._watch.start(now)
+    @classmethod
+    def from_config(cls, config: Config) -> Job:
+        """The job that a configuration describes; its ``job.servers`` must not be 0."""
+        job = cls.__new__(cls)
+        job.config, job.folder = _checked(config), None
+        return job
 
-    def start(self, peer: Peer) -> None:
-        """Fill a slot, if no process of this incarnation does; an older one is no longer wanted."""
-        key = peer.role, peer.slot
-        old = self._current.get(key)
-        if self.view.phase == "stopping" or (old is not None and old.incarnation >= peer.incarnation):
-            return
-        if old is not None:
-            self._engine.signal(old, signal.SIGKILL)
-            self.exited = [e for e in self.exited if e.peer != old]
-        self._current[key] = peer
-        self._engine.start(self._assignment(peer))
-        self.started.append(peer)
-        if old is not None and self._spares_at is not None:
-            self._spares_at.setdefault(peer.role, self._now + _SPARE_AFTER_SECONDS)
+    def run(self, on_status: Callable[[JobProgress], None] | None = None) -> JobResult:
+        """Train, test and end; afterwards no process is left, whatever happened.
 
-    def kill(self, role: Role, slot: int) -> None:
-        """kill -9 whoever fills a slot."""
-        peer = self._current.get((role, slot))
-        if peer is not None:
-            self._engine.signal(peer, signal.SIGKILL)
+        The first Ctrl-C (or SIGTERM) lets workers finish their batch, tests, saves, and returns; a second
+        one, or one before training has begun, ends all at once. A checkpoint that cannot be saved does not
+        end the job: see ``unsaved`` and ``save_failures`` of the result; of the last one, the log warns.
 
-    def _assignment(self, peer: Peer) -> Assignment:
-        planned = self._faults.get(peer.slot, ()) if peer.role == "worker" else ()
-        mine = tuple(planned[peer.incarnation - 1 : peer.incarnation])
-        keys = self._keys.of(peer) if self._keys is not None else None
-        return msgspec.structs.replace(self._template, me=peer, faults=mine, keys=keys)
+        Raises ``ServerLost`` when a server is gone and nothing protects its rows, ``DataLoss`` when more are
+        gone than the code covers and there is no checkpoint to go back to, ``WorkerFailed`` when a worker
+        cannot do its part.
 
-
-@dataclass
-class Runner:
-    """Runs one job from start to end.
-
-    Args:
-        plan: the job's.
-        engine: where its processes run.
-        folder: the run's.
-        events: the run's log.
-        bind: where processes listen: "ipc", Unix sockets in a private folder, or a TCP address without a
-            port, with keys that are made for this run.
-        kills: processes to kill on the way.
-        faults: for workers, by slot: where each incarnation is ended by force (see ``faults``).
-        chaos: the folder through which links are broken (see ``transport.links``), "" for none.
-    """
-
-    plan: JobPlan
-    engine: Engine
-    folder: Path
-    events: EventLog
-    bind: str = LOCAL
-    kills: Sequence[Kill] = ()
-    faults: dict[int, Sequence[str]] = field(default_factory=dict)
-    chaos: str = ""
-    kills_left: tuple[Kill, ...] = field(default=(), init=False)
-    """Those of ``kills`` whose time had not come when the job ended."""
-    happened: list[Happening] = field(default_factory=list)
-    """What this process itself has seen happen."""
-    failures: Failures = field(default_factory=Failures)
-    """Servers that died, also in runs that this one goes on from."""
-    saves: SaveLedger = field(default_factory=SaveLedger)
-    """Checkpoints that could not be saved, likewise."""
-
-    def run(
-        self,
-        on_status: Callable[[Status], None] = lambda status: None,
-        stop_requested: Callable[[], bool] = lambda: False,
-        hold_requested: Callable[[], bool] = lambda: False,
-    ) -> JobResult:
-        """Run the job; while ``hold_requested`` says so, workers wait between two batches.
-
-        Raises JobFailed or what is under it when it cannot go on; no process is left behind.
+        Args:
+            on_status: called a few times a second with where the job stands.
         """
-        with private_folder() if self.bind == LOCAL else contextlib.nullcontext() as folder:
+        with open_run(self.config) as (self.folder, events, board):
+            reports = Reports(self.config, events)
+            started = False
+
+            def take(status: Status) -> None:
+                nonlocal started
+                started = status.phase != "starting"
+                progress = reports.note(status, stopped=bool(received))
+                if on_status is not None:
+                    on_status(progress)
+                if progress.step:
+                    board(progress)
+
             try:
-                bind = self.bind if folder is None else f"ipc://{folder}"
-                result = self._run(bind, on_status, stop_requested, hold_requested)
-            except BaseException:
-                self.engine.close(_FAILED_SECONDS)
+                with stop_on_signals(lambda: started) as received:
+                    result = self._run(self.folder, events, take, lambda: bool(received))
+                    if result.interrupted:
+                        result = replace(result, signal=received[0])
+            except BaseException as error:
+                events.emit("run_failed", error=type(error).__name__, message=str(error))
                 raise
-            self.engine.close()
-            return result
+            events.emit("run_finished", **_figures(result))
+        if result.unsaved:
+            log.warning("%s", describe_lack(result))
+        return result
 
     def _run(
         self,
-        bind: str,
+        folder: Path,
+        events: EventLog,
         on_status: Callable[[Status], None],
         stop_requested: Callable[[], bool],
-        hold_requested: Callable[[], bool],
     ) -> JobResult:
-        keys = JobKeys(self.plan.servers, self.plan.workers) if self.bind != LOCAL else None
-        template = Assignment(
-            me=Peer("supervisor"),
-            plan=self.plan,
-            supervisor="",
-            folder=str(self.folder),
-            bind=bind,
-            keys=keys.of(Peer("supervisor")) if keys is not None else None,
-            chaos=self.chaos,
-        )
-        (self.folder / STATE_FILE).unlink(missing_ok=True)  # of a job that was here before
-        self.engine.start(template)
-        endpoint = self._wait_for_supervisor()
-        template = msgspec.structs.replace(template, supervisor=endpoint)
-        launcher = Launcher(self.engine, template, self.faults, keys)
-        mine = keys.of(launcher.me) if keys is not None else None
-        with ZmqTransport(launcher.me, self.plan.job, None, mine) as transport:
-            transport.connect("supervisor", 0, endpoint)
-            for slot in range(self.plan.servers):
-                launcher.start(Peer("server", slot, 1))
-            for slot in range(self.plan.workers):
-                launcher.start(Peer("worker", slot, 1))
-            launcher.started.clear()
-            self.say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
-            if self.plan.partial:
-                self.say("recovery_chosen", recovery=self.plan.partial, reason=self.plan.partial_reason)
-            return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
-
-    def _wait_for_supervisor(self) -> str:
-        """Where the supervisor listens: it says so in its file."""
-        path = self.folder / STATE_FILE
-        end = time.monotonic() + _START_SECONDS
-        while time.monotonic() < end:
-            if path.exists():
-                return msgspec.json.decode(path.read_bytes(), type=Durable).endpoint
-            for peer, code in self.engine.exited():
-                raise JobFailed(
-                    f"the {peer} ended with code {code} as it started: see its log in {self.folder}"
-                )
-            time.sleep(0.005)
-        raise JobFailed(f"the supervisor did not start within {_START_SECONDS:.0f} s")
-
-    def _watch(
-        self,
-        launcher: Launcher,
-        transport: ZmqTransport,
-        on_status: Callable[[Status], None],
-        stop_requested: Callable[[], bool],
-        hold_requested: Callable[[], bool],
-    ) -> JobResult:
-        before = self.plan.resume.samples if self.plan.resume else 0
-        clock, speeds = TrainingClock(before), SpeedMeter(before)
-        kills = list(self.kills)
-        self.kills_left = tuple(kills)
-        seen: Status | None = None
-        finished_at = None
+        config, job = self.config, self.config.job
+        check_shared(job.bind)  # what is refused is said here, not in a log
+        kills = job.kills
+        lost: tuple[str, ...] = ()
+        earlier: Runner | None = None
         while True:
-            launcher.stopping = launcher.stopping or stop_requested()
-            launcher.holding = hold_requested()
-            self._pass_time(launcher, transport)
-            status = launcher.status
-            if status is not None and status is not seen:
-                seen = status
-                clock.note(status)
-                self.failures.note(status.happened)
-                self.saves.note(status)
-                speeds.note(status.samples, degraded=status.degraded and bool(self.failures()))
-                on_status(self._with_happenings(status))
-                self._kill(kills, status, launcher)
-                if status.failure is not None:
-                    raise self._error(status)
-            if seen is not None and seen.finished:
-                finished_at = finished_at or time.monotonic()
-                records = _records(seen, self.plan.servers)
-                if records or time.monotonic() > finished_at + _LAST_WORDS_SECONDS:
-                    result = self._result(seen, clock, launcher.stopping, tuple(kills), records)
-                    return replace(result, speeds=speeds() if self.failures() else None)
+            with LocalLauncher(folder, environment=_environment()) as engine:
+                # They load what they need while the plan is made.
+                for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
+                    for _ in range(count):
+                        engine.warm(role)
+                plan = plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
+                runner = Runner(plan, engine, folder, events, job.bind, kills)
+                if earlier is not None:
+                    if plan.resume is None:
+                        raise DataLoss(lost[-1])
+                    runner.happened, runner.failures = earlier.happened, earlier.failures
+                    runner.saves = earlier.saves
+                    runner.saves.end()
+                    runner.say("job_restored", version=plan.resume.version, step=plan.resume.steps)
+                elif plan.resume is not None:  # its supervisor logs it, but nobody would see it
+                    figures = {"version": plan.resume.version, "step": plan.resume.steps}
+                    runner.happened.append(Happening(time.time(), "job_resumed", figures))
+                try:
+                    return replace(runner.run(on_status, stop_requested), losses=lost)
+                except DataLoss as error:
+                    if config.checkpoint is None or len(lost) >= _MOST_RESTARTS:
+                        raise
+                    # The second line of defence: all over again from the last checkpoint.
+                    lost, kills, earlier = (*lost, str(error)), runner.kills_left, runner
+                    runner.say("data_lost", message=str(error))
+                finally:
+                    shutil.rmtree(folder / ROWS_FOLDER, ignore_errors=True)
 
-    def _pass_time(self, launcher: Launcher, transport: ZmqTransport) -> None:
-        launcher.tick(time.monotonic())
-        flush(launcher, transport)
-        for envelope in transport.poll(_POLL_SECONDS):
-            launcher.receive(envelope, time.monotonic())
-        pids = self.engine.pids() if launcher.started else {}
-        for peer in launcher.started:
-            self.say("process_started", **_process(peer, pids.get(peer, 0)))
-        launcher.started.clear()
-        for seconds in launcher.silences:
-            self.say("supervisor_lost", reason=f"sent no report for {seconds:.1f} s")
-        launcher.silences.clear()
 
-    def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
-        """Kill those whose time has come, and strike them off the list."""
-        for kill in [k for k in kills if status.steps >= k.step and not status.finished]:
-            kills.remove(kill)
-            self.kills_left = tuple(kills)
-            self.say("killed", role=kill.role, slot=kill.slot, step=status.steps)
-            launcher.kill(kill.role, kill.slot)
+def _plan_again(config: Config, earlier: Runner, stop_requested: Callable[[], bool]) -> JobPlan:
+    """The plan of a job that lost data: a store elsewhere stays locked for a while after a supervisor that
+    died."""
+    end, said = time.monotonic() + _LOCKED_SECONDS, False
+    while True:
+        try:
+            return plan_job(config)
+        except StoreLocked as error:
+            if stop_requested() or time.monotonic() > end:
+                raise
+            if not said:
+                said = True
+                earlier.say("store_locked", message=str(error), most_seconds=_LOCKED_SECONDS)
+        time.sleep(_LOCKED_AGAIN_SECONDS)
 
-    def say(self, event: str, **figures: Any) -> None:
-        """Log an event, and let those who watch hear of it."""
-        self.events.emit(event, **figures)
-        self.happened.append(Happening(time.time(), event, figures))
 
-    def _with_happenings(self, status: Status) -> Status:
-        happened = sorted([*status.happened, *self.happened], key=lambda happening: happening.at)
-        return msgspec.structs.replace(status, happened=tuple(happened))
-
-    def _result(
-        self, status: Status, clock: TrainingClock, interrupted: bool, kills: tuple[Kill, ...], records: str
-    ) -> JobResult:
-        seconds = clock.seconds()
-        return JobResult(
-            steps=status.steps,
-            samples=status.samples,
-            train_seconds=seconds,
-            samples_per_second=clock.samples() / seconds if seconds else 0.0,
-            test=status.tests[-1],
-            tests=status.tests,
-            workers_replaced=status.replaced,
-            bad_lines=sum(node.figures.bad_lines for node in status.nodes),
-            kills_missed=kills,
-            records=records,
-            folder=self.folder,
-            interrupted=interrupted,
-            versions=status.versions,
-            save_failures=self.saves(),
-            unsaved=self.saves.unsaved,
-            last_checkpoint=status.last_version or None,
-            unsaved_steps=status.steps - status.saved_steps,
-            failures=self.failures(),
-            pls=sum(failure.samples_lost * failure.went_back for failure in self.failures())
-            / max(1, status.samples * sum(group.rows for group in self.plan.groups[:-1])),
-            parities_checked=sum(node.redundancy.scrubbed for node in status.nodes),
-            parities_wrong=sum(node.redundancy.wrong for node in status.nodes),
-            messages_dropped=sum(node.figures.dropped for node in status.nodes),
+def _checked(config: Config) -> Config:
+    if not config.job.servers:
+        raise ConfigError(
+            "job.servers is 0: expected at least 1; without servers, holdfast train has one process"
         )
+    return config
 
-    def _error(self, status: Status) -> JobFailed:
-        assert status.failure is not None
-        kind, peer, text = status.failure
-        logs = self.folder / "logs"
-        if kind == "server":
-            rows = sum(n.figures.rows for n in status.nodes if n.peer == peer)
-            held = f"the {rows:,} rows that it held" if rows else "the rows that it was to hold"
-            return ServerLost(
-                f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
-                f"without them; {self._cure(status)} (logs: {logs})"
-            )
-        if kind in ("lost", "network", "stalled"):
-            why = f"more servers have died than a code of {self.plan.k} + {self.plan.r} covers"
-            if self.plan.partial:
-                why = self.plan.partial_reason if self.plan.partial == "full" else "no server is left"
-            if kind == "stalled":
-                why = "the job cannot go on with these processes"
-            if kind == "network":
-                why = "only workers had copies, and none that has computed with them is left"
-            lost = lost_rows_path(self.folder, peer, self.plan)
-            where = f", the rows found lost until then, perhaps not all: {lost}" if lost.exists() else ""
-            return DataLoss(
-                f"{peer} {text} after {status.steps:,} steps: {why}; {self._cure(status, by_itself=True)} "
-                f"(logs: {logs}{where})"
-            )
-        if kind == "worker":
-            return WorkerFailed(
-                f"{peer} {text}, for the {self.plan.most_deaths + 1}th time at the same batch: no other "
-                f"process will get further; its log in {logs} says more"
-            )
-        kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
-        return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
 
-    def _cure(self, status: Status, *, by_itself: bool = False) -> str:
-        """What is to be done when rows are lost, or is done by itself."""
-        version = status.last_version
-        if version and by_itself:
-            return f"the job goes back to its last checkpoint, version {version}"
-        if version:
-            return f"start it again, and it goes on from its last checkpoint, version {version}"
-        failed = self.saves()
-        if failed:
-            return (
-                f"none of its {count(failed):,} checkpoints could be saved ({in_short(failed)}): see to "
-                "that, and start it again"
-            )
-        if self.plan.saving is not None:
-            return "it had not saved a checkpoint yet: start it again, and lower checkpoint.every_steps"
-        return (
-            "set checkpoint.path and checkpoint.every_steps, so that it can start again from the last version"
+def _recipe(made: Made, name: str) -> Recipe:
+    if isinstance(made, str):
+        recipe = Recipe(made)
+    elif isinstance(made, tuple):
+        if len(made) != 2 or not isinstance(made[0], str) or not isinstance(made[1], Mapping):
+            raise ConfigError(f'{name} is {made!r}: expected ("package.module:callable", {{arguments}})')
+        recipe = Recipe(made[0], dict(made[1]))
+    else:
+        return recipe_of(made)
+    if recipe.path.startswith("__main__:"):
+        raise ConfigError(
+            f"{name} is {recipe.path}: other processes cannot import what a script defines; move it to a "
+            "module"
         )
+    return recipe
 
 
-class TrainingClock:
-    """The time from when workers begin until the last batch counts, and the samples in it.
-
-    Between the first batch that counts and the last, a job of a few batches may have no time at all.
-
-    Args:
-        before: samples that counted before this job began.
-        clock: tells the time.
-    """
-
-    def __init__(self, before: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._before = self._samples = before
-        self._clock = clock
-        self._began = self._last = clock()
-        self._at_work = False
-
-    def note(self, status: Status) -> None:
-        """Take the next report."""
-        now = self._clock()
-        counted = status.samples > self._before
-        if not self._at_work:
-            # That a worker is at work is reported at once; if not, it began behind the report before.
-            self._began = self._last if counted else now
-            states = (node.state for node in status.nodes if node.peer.role == "worker")
-            self._at_work = counted or "working" in states
-        if status.samples != self._samples or not self._at_work:
-            self._last, self._samples = now, status.samples
-
-    def seconds(self) -> float:
-        """That training took."""
-        return self._last - self._began if self.samples() else 0.0
-
-    def samples(self) -> int:
-        """Of that time."""
-        return self._samples - self._before
+def _section(recipe: Recipe) -> dict[str, Any]:
+    return {"build": recipe.path, "arguments": recipe.arguments}
 
 
-def _process(peer: Peer, pid: int) -> dict[str, Any]:
-    return {"role": peer.role, "slot": peer.slot, "incarnation": peer.incarnation, "pid": pid}
+def _data(data: Made, test_data: Made | None, batch_size: int | None) -> tuple[dict[str, Any], int | None]:
+    """The configuration's data section, and the batch size."""
+    recipe = _recipe(data, "data")
+    own = getattr(data, "batch_size", None)
+    if own is not None:
+        if batch_size not in (None, own):
+            raise ConfigError(f"batch_size is {batch_size} but the reader's is {own}: set the reader's alone")
+        batch_size = own
+        # Whatever part it is of, it is what to train on.
+        recipe = Recipe(recipe.path, {"part": "train", **recipe.arguments})
+    section = _section(recipe)
+    if test_data is not None:
+        section["test"] = _section(_recipe(test_data, "test_data"))
+    elif own is not None:
+        section["test"] = _section(_test_part(data, recipe))
+    return section, batch_size
 
 
-def _records(status: Status, servers: int) -> str:
-    """One checksum of all servers' records; "" while one has not told its own."""
-    digests = [n.figures.digest for n in status.nodes if n.peer.role == "server" and n.figures.digest]
-    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest() * (len(digests) == servers)
+def _test_part(data: object, recipe: Recipe) -> Recipe:
+    """The test part that belongs to a reader's training part."""
+    if recipe.arguments["part"] != "train":
+        part = recipe.arguments["part"]
+        raise ConfigError(f"data is a reader of part {part!r}: give test_data, or a reader of part 'train'")
+    arguments = {**recipe.arguments, "part": "test"}
+    if isinstance(data, Synthetic):
+        return Recipe(recipe.path, {**arguments, "samples": TEST_SAMPLES})
+    if isinstance(data, Criteo):
+        return Recipe(recipe.path, {**arguments, "drop_last": False})
+    raise ConfigError(
+        f"data is a {type(data).__name__}, which has no test part that is known: give test_data"
+    )
+
+
+def _checkpoint(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if given is None or isinstance(given, Mapping):
+        return None if given is None else dict(given)
+    return {"path": os.fspath(given)}
+
+
+def _environment() -> dict[str, str]:
+    """What the processes' environment has on top of this one's: they import from where this one does."""
+    return {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def _figures(result: JobResult) -> dict[str, Any]:
+    figures = {
+        **asdict(result),
+        "auc": result.auc,
+        "servers_replaced": result.servers_replaced,
+        "checkpoints_failed": result.checkpoints_failed,
+        "save_failures": [msgspec.structs.asdict(failure) for failure in result.save_failures],
+    }
+    tests = [msgspec.structs.asdict(test) for test in result.tests]
+    kills = [str(kill) for kill in result.kills_missed]
+    return {**figures, "test": tests[-1], "tests": tests, "kills_missed": kills, "folder": str(result.folder)}

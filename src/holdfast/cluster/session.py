@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.cluster.api import Job
-from holdfast.cluster.failures import ServerFailure, Speeds
-from holdfast.cluster.job import JobResult
-from holdfast.cluster.progress import JobProgress, compared
-from holdfast.cluster.unsaved import describe_lack, in_short
-from holdfast.cluster.unsaved import log as unsaved_log
-from holdfast.cluster.view import build_view
+from holdfast.cluster.job import Job
+from holdfast.cluster.report.failures import ServerFailure, Speeds
+from holdfast.cluster.report.progress import JobProgress, compared
+from holdfast.cluster.report.view import build_view
+from holdfast.cluster.runtime.runner import JobResult
+from holdfast.cluster.saving.failures import describe_lack, in_short
+from holdfast.cluster.saving.failures import log as unsaved_log
 from holdfast.screen import say, say_error
 from holdfast.stopping import Notice, Stopped
 from holdfast.training.config import Config, to_yaml

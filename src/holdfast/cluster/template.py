@@ -16,9 +16,9 @@ from torch.optim import Adagrad, Adam, Optimizer, SparseAdam
 from holdfast.checkpoint.dense import TablePlace, encode_tree, map_tree
 from holdfast.checkpoint.records import WEIGHT
 from holdfast.checkpoint.torch_values import copy_random_states, plain_leaf, random_states
-from holdfast.cluster.model import network_parts
-from holdfast.cluster.plan import SavePlan
-from holdfast.cluster.stored import MODEL, NETWORK, STEP, STEP_NUMBER, STEP_TENSOR
+from holdfast.cluster.protocol.plan import SavePlan
+from holdfast.cluster.saving.layout import MODEL, NETWORK, STEP, STEP_NUMBER, STEP_TENSOR
+from holdfast.cluster.worker.model import network_parts
 from holdfast.models.recommender import Recommender
 from holdfast.tables.plan import GroupPlan
 from holdfast.training.config import OptimizerConfig

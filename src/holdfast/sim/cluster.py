@@ -14,10 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.cluster.calls import Floats, Spread, spread_by
-from holdfast.cluster.members import Failure
-from holdfast.cluster.membership import Supervisor
-from holdfast.cluster.messages import (
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import (
     Beat,
     Evaluation,
     Exit,
@@ -28,13 +26,15 @@ from holdfast.cluster.messages import (
     View,
     ViewNumber,
 )
-from holdfast.cluster.plan import JobPlan, LaneOptions, Timing
-from holdfast.cluster.recovery import Recovery
-from holdfast.cluster.server import Server
-from holdfast.cluster.steps import Item, Worker
-from holdfast.cluster.transport.base import Envelope
-from holdfast.cluster.transport.memory import CALM, Network, Weather
-from holdfast.cluster.watching import SupervisorWatch
+from holdfast.cluster.protocol.plan import JobPlan, LaneOptions, Timing
+from holdfast.cluster.redundancy.recover import Recovery
+from holdfast.cluster.runtime.transport.memory import CALM, Network, Weather
+from holdfast.cluster.server.machine import Server
+from holdfast.cluster.supervisor.machine import Supervisor
+from holdfast.cluster.supervisor.members import Failure
+from holdfast.cluster.supervisor.watch import SupervisorWatch
+from holdfast.cluster.worker.calls import Floats, Spread, spread_by
+from holdfast.cluster.worker.machine import Item, Worker
 from holdfast.coding.placement import Placement
 from holdfast.sim.storage import MemoryStorage
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan

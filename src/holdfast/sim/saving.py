@@ -16,15 +16,15 @@ from holdfast.checkpoint.manifest import read_newest
 from holdfast.checkpoint.restore import open_version
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.local_files import Files
-from holdfast.cluster.messages import Peer, Position
-from holdfast.cluster.plan import JobPlan, SavePlan
-from holdfast.cluster.resuming import read_tree, restore_rows
-from holdfast.cluster.saving import ShardSaver
-from holdfast.cluster.server import Server
-from holdfast.cluster.stored import job_state
-from holdfast.cluster.stream import Layout
-from holdfast.cluster.transport.memory import Network
-from holdfast.cluster.versions import Versions
+from holdfast.cluster.protocol.batches import Layout
+from holdfast.cluster.protocol.messages import Peer, Position
+from holdfast.cluster.protocol.plan import JobPlan, SavePlan
+from holdfast.cluster.runtime.transport.memory import Network
+from holdfast.cluster.saving.coordinator import Versions
+from holdfast.cluster.saving.layout import job_state
+from holdfast.cluster.saving.resume import read_tree, restore_rows
+from holdfast.cluster.saving.shard_saver import ShardSaver
+from holdfast.cluster.server.machine import Server
 from holdfast.coding.placement import Placement
 from holdfast.sim.cluster import Cluster, SimSupervisor, counts
 from holdfast.tables.shard import GroupShard

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.transport.memory import Weather
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.transport.memory import Weather
 from holdfast.sim.cluster import ROWS, Cluster, counting_plan
 
 KINDS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.cluster.epochs import Durable
+from holdfast.cluster.supervisor.views import Durable
 
 
 @dataclass

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from holdfast.cluster.model import WorkerModel, plan_groups
+from holdfast.cluster.worker.model import WorkerModel, plan_groups
 from holdfast.coding.placement import Placement
 from holdfast.data.criteo import Criteo
 from holdfast.data.criteo_shape import KAGGLE_ROWS, TERABYTE_ROWS, Cardinalities

@@ -26,11 +26,11 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from holdfast.cluster.messages import Beat, Commit, Part, Peer, Pull, View, ViewNumber
-from holdfast.cluster.stripe_messages import ReadStripes
-from holdfast.cluster.transport.base import Envelope, Frame
-from holdfast.cluster.transport.packing import Piece, pack
-from holdfast.cluster.wire import Message
+from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.messages import Beat, Commit, Part, Peer, Pull, View, ViewNumber
+from holdfast.cluster.protocol.stripe_messages import ReadStripes
+from holdfast.cluster.protocol.wire import Message
+from holdfast.cluster.runtime.transport.packing import Piece, pack
 
 _TARGETS: Final = (Peer("supervisor"), *(Peer("server", slot, 1) for slot in range(8)))
 _WAIT_SECONDS: Final = 2.0

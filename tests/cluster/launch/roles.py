@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from holdfast.cluster.node import Assignment, main
+from holdfast.cluster.runtime.node import Assignment, main
 
 if __name__ != "__main__":
     print("loaded")

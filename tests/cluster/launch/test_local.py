@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster.launch import local
-from holdfast.cluster.launch.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.node import Assignment
-from holdfast.cluster.plan import JobPlan
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.engines import local
+from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
+from holdfast.cluster.runtime.node import Assignment
 from holdfast.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -256,8 +256,8 @@ def test_what_the_launcher_runs_by_default(tmp_path: Path) -> None:
 _PARENT = """
 import sys, threading, time
 from pathlib import Path
-from holdfast.cluster.launch.local import LocalLauncher
-from holdfast.cluster.messages import Peer
+from holdfast.cluster.runtime.engines.local import LocalLauncher
+from holdfast.cluster.protocol.messages import Peer
 from tests.cluster.launch.test_local import COMMAND, assignment
 
 folder = Path(sys.argv[1])

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.cluster.messages import Commit, Peer
-from holdfast.cluster.transport.base import Envelope
-from holdfast.cluster.transport.links import Links
-from holdfast.cluster.transport.private import private_folder
-from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Commit, Peer
+from holdfast.cluster.runtime.transport.links import Links
+from holdfast.cluster.runtime.transport.private import private_folder
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 
 SERVER, OTHER = Peer("server", 2, 1), Peer("server", 3, 1)
 WORKER = Peer("worker", 1, 4)

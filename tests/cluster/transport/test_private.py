@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.transport.address import address_of
-from holdfast.cluster.transport.private import MOST_PATH_BYTES, private_folder
-from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.runtime.transport.address import address_of
+from holdfast.cluster.runtime.transport.private import MOST_PATH_BYTES, private_folder
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.errors import ConfigError
 from tests.cluster.test_api import network, reader
 from tests.other_user import CAN_BE_ANOTHER, NOBODY
@@ -80,7 +80,7 @@ def test_where_others_could_replace_it_none_is_made(base: Path, monkeypatch: pyt
     base.chmod(0o777)
     with private_folder() as folder:
         assert folder.parent == Path("/tmp")
-    monkeypatch.setattr("holdfast.cluster.transport.private._make_in", refuse)
+    monkeypatch.setattr("holdfast.cluster.runtime.transport.private._make_in", refuse)
     with (
         pytest.raises(ConfigError, match=r"no folder for a job's sockets can be made: .*set TMPDIR \(.*full"),
         private_folder(),
@@ -95,9 +95,9 @@ def refuse(base: str) -> tuple[Path, int]:
 
 _LEAVES = """
 import sys
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.transport.private import private_folder
-from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.runtime.transport.private import private_folder
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 with private_folder() as folder, ZmqTransport(Peer("server", 3), "job", f"ipc://{folder}/a"):
     print(folder, flush=True)
     sys.stdin.read()

@@ -23,13 +23,13 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.cluster.keys import JobKeys, Keys
-from holdfast.cluster.messages import Beat, Commit, Part, Peer, Pull, Pushed, Rows, ViewNumber
-from holdfast.cluster.transport.base import Envelope, Frame, as_array
-from holdfast.cluster.transport.packing import pack
-from holdfast.cluster.transport.private import private_folder
-from holdfast.cluster.transport.zmq import COPY_BELOW_BYTES, Limits, ZmqTransport
-from holdfast.cluster.wire import Header, encode
+from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
+from holdfast.cluster.protocol.messages import Beat, Commit, Part, Peer, Pull, Pushed, Rows, ViewNumber
+from holdfast.cluster.protocol.wire import Header, encode
+from holdfast.cluster.runtime.keys import JobKeys, Keys
+from holdfast.cluster.runtime.transport.packing import pack
+from holdfast.cluster.runtime.transport.private import private_folder
+from holdfast.cluster.runtime.transport.zmq import COPY_BELOW_BYTES, Limits, ZmqTransport
 from holdfast.errors import ConfigError
 
 SERVER = Peer("server", 3)
@@ -459,13 +459,13 @@ def test_a_replaced_endpoint(local: Net) -> None:
 
 _STOPPED = """
 import sys, time
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 t = ZmqTransport(Peer("server", 3), "job-a", sys.argv[2])
 print(t.endpoint, flush=True)
 t.connect("worker", 1, sys.argv[1])
-from holdfast.cluster.messages import Commit
-from holdfast.cluster.transport.base import Envelope
+from holdfast.cluster.protocol.messages import Commit
+from holdfast.cluster.protocol.envelope import Envelope
 t.send(Envelope(t.me, Peer("worker", 1, 2), Commit(5)))
 while True:
     t.poll(1.0)
@@ -551,7 +551,7 @@ def test_a_transport_that_cannot_be_made_leaves_nothing(net: Net, monkeypatch: p
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="cannot listen"):
         ZmqTransport(SERVER, JOB, "tcp://192.0.2.1", KEYS.of(SERVER))  # kept for examples: nobody has it
-    monkeypatch.setattr("holdfast.cluster.transport.zmq.COPY_BELOW_BYTES", 1 << 40)
+    monkeypatch.setattr("holdfast.cluster.runtime.transport.zmq.COPY_BELOW_BYTES", 1 << 40)
     with pytest.raises(OverflowError):
         net.listen()
     assert set(os.listdir("/proc/self/fd")) <= before

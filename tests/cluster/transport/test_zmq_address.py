@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.messages import Peer
-from holdfast.cluster.transport.private import private_folder
-from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.runtime.transport.private import private_folder
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.errors import ConfigError
 from tests.cluster.transport.test_zmq import JOB, KEYS, SERVER, WORKER, works
 from tests.other_user import CAN_BE_ANOTHER, NOBODY

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 import zmq
 
-from holdfast.cluster.keys import JobKeys, Keys
-from holdfast.cluster.messages import Commit, Peer, Pushed, View, ViewNumber
-from holdfast.cluster.node import Assignment
-from holdfast.cluster.plan import JobPlan
-from holdfast.cluster.transport.base import Envelope
-from holdfast.cluster.transport.door import MOST_UNPROVEN
-from holdfast.cluster.transport.packing import pack
-from holdfast.cluster.transport.zmq import ZmqTransport
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Commit, Peer, Pushed, View, ViewNumber
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.keys import JobKeys, Keys
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.transport.door import MOST_UNPROVEN
+from holdfast.cluster.runtime.transport.packing import pack
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.errors import ConfigError
 
 SERVER = Peer("server", 3)

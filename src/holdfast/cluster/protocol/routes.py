@@ -1,0 +1,148 @@
+"""Ways round broken links: what does not reach a server directly goes through another server.
+
+A link between two processes may fail, in one direction or in both, while each of them reaches everybody else.
+Replacing one of them would not help if the next process is behind the same link. So whoever asks again and
+again without an answer sends by way of another server, by turns, until an answer comes; and what came by way
+of a server is answered by way of it. From time to time the direct way is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Peer, Relay
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.wire import Header, decode, encode
+
+_DOUBTS = 2
+"""Questions without an answer before another way is tried: the first may just be lost or late."""
+_DETOUR_STUCKS = 6.0
+"""How long a detour is taken, in units of ``stuck_seconds``."""
+
+
+@dataclass(slots=True)
+class _Way:
+    incarnation: int
+    doubts: int = 0
+    doubted: float = -math.inf
+    turn: int = 0
+    relay: int | None = None
+    """The server that messages go through; None: they go directly."""
+    until: float = 0.0
+    chosen: bool = False
+    """Whether this node has chosen the detour; otherwise it answers as it was spoken to."""
+    proven: bool = False
+    """Whether something has come back on it; until then messages go both ways."""
+
+
+class Routes:
+    """The ways from one node to servers and workers.
+
+    Args:
+        me: the node.
+        plan: the job's.
+        servers: the servers that are there now.
+    """
+
+    def __init__(self, me: Peer, plan: JobPlan, servers: Callable[[], Sequence[Peer]]) -> None:
+        self._me, self._plan, self._servers = me, plan, servers
+        self._ways: dict[tuple[str, int], _Way] = {}
+        self._heard: dict[tuple[str, int], float] = {}
+        """When something came last without a detour."""
+        self._detours = 0
+        """Ways that lead through a server: usually there is none."""
+
+    def doubt(self, target: Peer, now: float) -> None:
+        """Something was asked again: it may not have arrived, or its answer has not."""
+        way = self._way(target)
+        if now < way.doubted + self._plan.timing.retry_seconds:
+            return  # several questions at once are one
+        way.doubted = now
+        way.doubts += 1
+        if way.doubts < _DOUBTS:
+            return
+        relays = [p.slot for p in self._servers() if p not in (self._me, target)]
+        choices = [*relays, None]
+        # Those who come after this one do not begin with a way that led nowhere for it.
+        at = way.turn + self._me.slot + self._me.incarnation
+        self._take(way, choices[at % len(choices)], now)
+        way.chosen = True
+        way.turn += 1
+        way.doubts = _DOUBTS - 1  # if this one is no good either, the next is tried
+
+    def trust(self, source: Peer, now: float) -> None:
+        """Something was answered: the way is good."""
+        key = source.role, source.slot
+        if self._ways and (way := self._ways.get(key)) is not None:
+            way.doubts = 0
+            if way.chosen and way.relay is not None and self._heard.get(key) == now:
+                self._take(way, None, now)  # it has come directly, both there and back
+
+    def came_directly(self, source: Peer, now: float) -> None:
+        """A message came without a detour."""
+        self._heard[source.role, source.slot] = now
+
+    def ways_to(self, envelope: Envelope, now: float) -> tuple[Envelope, ...]:
+        """The message as it is to be sent."""
+        direct = (envelope,)
+        if not self._detours or isinstance(envelope.message, Relay):
+            return direct
+        target = envelope.target
+        way = self._ways.get((target.role, target.slot))
+        if way is None or way.relay is None or way.incarnation != target.incarnation:
+            return direct
+        if now > way.until:  # it may have been mended; if not, the first doubt leads back
+            way.turn = max(0, way.turn - way.chosen)
+            doubts = (_DOUBTS - 1) * way.chosen
+            self._take(way, None, now)
+            way.doubts = doubts
+            return direct
+        relay = next((peer for peer in self._servers() if peer.slot == way.relay), None)
+        if relay is None:
+            return direct
+        header = encode(Header(self._plan.job, envelope.source, target, envelope.message))
+        detour = Envelope(self._me, relay, Relay(header), envelope.frames)
+        return (detour,) if way.proven else (envelope, detour)
+
+    def divert(self, outbox: list[Envelope], now: float) -> None:
+        """Send all of these as they are to be sent."""
+        if self._detours:
+            outbox[:] = [each for envelope in outbox for each in self.ways_to(envelope, now)]
+
+    def unwrap(self, envelope: Envelope) -> Envelope | None:
+        """The message for this node that came by way of another server, or what this one is to pass on; None
+        if it is neither."""
+        relay = envelope.message
+        assert isinstance(relay, Relay)
+        header = decode(relay.header)
+        if header.target == self._me and envelope.source.role == "server":
+            return Envelope(header.source, header.target, header.message, envelope.frames)
+        if header.source == envelope.source and self._me.role == "server" and header.target != self._me:
+            return Envelope(self._me, header.target, relay, envelope.frames)
+        return None
+
+    def came_by(self, relay: Peer, source: Peer, now: float) -> None:
+        """A message came by way of a server: it is answered in the same way."""
+        way = self._way(source)
+        if way.relay != relay.slot or not way.chosen:
+            self._take(way, relay.slot, now)
+            way.until = now + self._plan.timing.stuck_seconds
+        # Whoever is heard directly, too, may not hear this node: it is answered both ways.
+        heard = self._heard.get((source.role, source.slot), -math.inf)
+        way.doubts, way.proven = 0, now - heard > self._plan.timing.stuck_seconds / 2
+
+    def _way(self, peer: Peer) -> _Way:
+        way = self._ways.get((peer.role, peer.slot))
+        if way is None or way.incarnation < peer.incarnation:
+            if way is not None:
+                self._take(way, None, 0.0)
+            way = self._ways[peer.role, peer.slot] = _Way(peer.incarnation)
+        return way
+
+    def _take(self, way: _Way, relay: int | None, now: float) -> None:
+        self._detours += (relay is not None) - (way.relay is not None)
+        way.relay, way.doubts, way.chosen, way.proven = relay, 0, False, False
+        way.until = now + _DETOUR_STUCKS * self._plan.timing.stuck_seconds

@@ -1,0 +1,121 @@
+"""Everything that can go over the wire, as bytes: a small header, and raw arrays (*frames*) behind it; and
+who may send what to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.cluster.protocol.messages import (
+    Beat,
+    Collect,
+    Commit,
+    Install,
+    Kept,
+    Lacks,
+    Peer,
+    Pull,
+    Push,
+    Pushed,
+    Refused,
+    Relay,
+    Role,
+    Rows,
+    Saved,
+    Status,
+    View,
+)
+from holdfast.cluster.protocol.stripe_messages import (
+    Change,
+    Forget,
+    ReadStripes,
+    Recover,
+    Syndromes,
+    Taken,
+    Values,
+)
+
+Message = (
+    Pull
+    | Rows
+    | Install
+    | Lacks
+    | Push
+    | Commit
+    | Pushed
+    | Kept
+    | Refused
+    | Relay
+    | Change
+    | Values
+    | Forget
+    | Taken
+    | ReadStripes
+    | Recover
+    | Syndromes
+    | Beat
+    | View
+    | Collect
+    | Saved
+    | Status
+)
+
+_Routes = frozenset[tuple[Role, Role]]
+_TO_SERVER: Final[_Routes] = frozenset({("worker", "server")})
+_TO_WORKER: Final[_Routes] = frozenset({("server", "worker")})
+_AMONG_SERVERS: Final[_Routes] = frozenset({("server", "server")})
+
+ROUTES: Final[Mapping[type[Message], _Routes]] = {
+    Pull: _TO_SERVER,
+    Rows: _TO_WORKER,
+    Install: _TO_SERVER,
+    Lacks: _TO_WORKER,
+    Push: _TO_SERVER,
+    Commit: _TO_SERVER,
+    Pushed: _TO_WORKER,
+    Kept: _TO_WORKER,
+    Refused: _TO_WORKER,
+    Relay: _TO_SERVER | _TO_WORKER | _AMONG_SERVERS,
+    Change: _AMONG_SERVERS,
+    Values: _AMONG_SERVERS,
+    Forget: _AMONG_SERVERS,
+    Taken: _AMONG_SERVERS,
+    ReadStripes: _AMONG_SERVERS,
+    Recover: _AMONG_SERVERS,
+    Syndromes: _AMONG_SERVERS,
+    Beat: frozenset({("server", "supervisor"), ("worker", "supervisor"), ("launcher", "supervisor")}),
+    View: frozenset({("supervisor", "server"), ("supervisor", "worker"), ("supervisor", "launcher")}),
+    Collect: frozenset({("supervisor", "server")}),
+    Saved: frozenset({("server", "supervisor")}),
+    Status: frozenset({("supervisor", "launcher")}),
+}
+"""Who sends each message, and to whom: from anybody else it does not count (see ``checks``)."""
+
+
+class Header(Struct, frozen=True, array_like=True):
+    """What the first frame of a message says; the other frames are its arrays."""
+
+    job: str
+    """A random name: what was meant for another job is dropped."""
+    source: Peer
+    target: Peer
+    message: Message
+    sizes: tuple[int, ...] = ()
+    """The bytes of each array."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def encode(header: Header) -> bytes:
+    """The first frame."""
+    return _encoder.encode(header)
+
+
+def decode(frame: bytes | memoryview) -> Header:
+    """The header of a message; raises ``msgspec.DecodeError`` if it is none."""
+    return _decoder.decode(frame)

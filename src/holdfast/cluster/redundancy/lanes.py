@@ -1,0 +1,168 @@
+"""Lanes: an owner's messages to one parity server, in order, each exactly once.
+
+Messages are numbered; the receiver takes the one that comes next, lays those aside that come too early, and
+says up to where it has come. The sender keeps what is not acknowledged, and sends the oldest again, ever more
+rarely: if only that one was lost, all others count with it, and a receiver that is slow is not given more to
+do. Both ends are of one incarnation each: a server that was replaced has new lanes. Batches of changes have
+numbers of their own, the same in all lanes of an owner, so that parity servers can agree on how much of a
+dead owner's work counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.messages import Instant, Peer
+from holdfast.cluster.protocol.stripe_messages import Change, LaneMessage, StripePart
+
+
+@dataclass
+class OutLane:
+    """The owner's end."""
+
+    source: Peer
+    target: Peer
+    began: int
+    """The owner's last batch before the lane began: its changes are not in the lane."""
+    batch: int
+    """The newest batch that has been acknowledged or was before the lane."""
+    since: float = 0.0
+    """Since when the oldest message has waited for its acknowledgement."""
+    _number: int = 0
+    _waiting: deque[Envelope] = field(default_factory=deque)
+    _patience: float = 0.0
+    _again: float = 0.0
+
+    @property
+    def next_number(self) -> int:
+        """Of the next message."""
+        return self._number + 1
+
+    @property
+    def waiting(self) -> int:
+        """How many messages are not acknowledged."""
+        return len(self._waiting)
+
+    def send(self, message: LaneMessage, frames: Sequence[Frame], now: float, patience: float) -> Envelope:
+        """Put a message, numbered ``next_number``, into the lane."""
+        assert message.number == self.next_number
+        self._number += 1
+        envelope = Envelope(self.source, self.target, message, frames)
+        if not self._waiting:
+            self.since, self._patience, self._again = now, patience, now + patience
+        self._waiting.append(envelope)
+        return envelope
+
+    def acknowledge(self, number: int, now: float, patience: float) -> None:
+        """The other end has everything up to this number."""
+        taken = False
+        while self._waiting and _number_of(self._waiting[0]) <= number:
+            message = self._waiting.popleft().message
+            taken = True
+            if isinstance(message, Change) and not message.more:
+                self.batch = message.instant.batch
+        if taken:
+            self.since, self._patience = now, max(patience, self._patience / 2)
+            self._again = now + self._patience
+
+    def overdue(self, now: float) -> Envelope | None:
+        """What to send again, if it is time: the oldest message."""
+        if not self._waiting or now < self._again:
+            return None
+        self._patience *= 2
+        self._again = now + self._patience
+        return self._waiting[0]
+
+
+def _number_of(envelope: Envelope) -> int:
+    assert isinstance(envelope.message, LaneMessage)
+    return envelope.message.number
+
+
+@dataclass
+class LoggedChange:
+    """A batch that may have to be undone."""
+
+    instant: Instant
+    parts: tuple[StripePart, ...]
+    frames: Sequence[Frame]
+
+
+@dataclass
+class InLane:
+    """The parity server's end."""
+
+    source: Peer
+    known: bool
+    """Whether it is known how far the owner has come: from the lane's first message on, or since the owner
+    began."""
+    now: Instant
+    first: Instant
+    """What ``now`` is without the log."""
+    number: int = 0
+    """Of the newest message that was taken."""
+    log: deque[LoggedChange] = field(default_factory=deque)
+    """Batches that other parity servers may lack."""
+    _begun: list[tuple[Change, Sequence[Frame]]] = field(default_factory=list)
+    _early: dict[int, Envelope] = field(default_factory=dict)
+    _early_bytes: int = 0
+
+    def lay_aside(self, number: int, envelope: Envelope, most_bytes: int) -> None:
+        """Keep a message until those before it have come, unless there are too many already."""
+        if number not in self._early and self._early_bytes + envelope.nbytes() <= most_bytes:
+            self._early[number] = envelope
+            self._early_bytes += envelope.nbytes()
+
+    def next_early(self) -> Envelope | None:
+        """The next message, if it has come before its time."""
+        envelope = self._early.pop(self.number + 1, None)
+        if envelope is not None:
+            self._early_bytes -= envelope.nbytes()
+        return envelope
+
+    def begin(self, message: Change, frames: Sequence[Frame]) -> None:
+        """The next message is the beginning of a batch: it counts with the rest of it."""
+        self.number = message.number
+        self._begun.append((message, frames))
+
+    def whole(self, message: Change, frames: Sequence[Frame]) -> tuple[Change, Sequence[Frame]]:
+        """The last message of a batch, with all that have begun it."""
+        if not self._begun:
+            return message, frames
+        parts = [part for begun, _ in self._begun for part in begun.parts]
+        before = [frame for _, begun in self._begun for frame in begun]
+        return replace(message, parts=(*parts, *message.parts)), [*before, *frames]
+
+    def take(self, message: LaneMessage, frames: Sequence[Frame]) -> None:
+        """The next message counts."""
+        self.number = message.number
+        if not self.known:
+            self.known = True
+            # Before its first change nothing is known of workers, and nobody will ask.
+            before = Instant(message.instant.batch - 1) if isinstance(message, Change) else message.instant
+            self.now = self.first = before
+        if isinstance(message, Change):
+            self._begun.clear()
+            self.now = message.instant
+            self.log.append(LoggedChange(message.instant, message.parts, frames))
+            while self.log and self.log[0].instant.batch <= message.stable:
+                self.first = self.log.popleft().instant
+
+    def undo(self, cut: Instant) -> list[LoggedChange]:
+        """Go back to an instant, for good; what has to be undone, the newest first."""
+        undone = []
+        self._begun.clear()
+        self._early.clear()
+        while self.log and self.log[-1].instant.batch > cut.batch:
+            undone.append(self.log.pop())
+        self.now = self.log[-1].instant if self.log else self.first
+        self.log.clear()  # what a later incarnation's cut says is not about this lane
+        if self.now.batch == cut.batch:
+            self.now = cut
+        self.first = self.now
+        return undone

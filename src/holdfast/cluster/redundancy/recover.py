@@ -1,0 +1,391 @@
+"""A server that takes over from one that died: it begins without rows, and brings them back one by one.
+
+A row that somebody pulls or pushes is brought back at once; behind that a scan brings back all others, in
+chunks, at a share of the time. For each row it asks the stripe's first parity server what is left of the
+parity without this member (``rebuilding``), which is the row. If another member turns out to be lacking too,
+it asks as many parity servers as members are lacking, and solves for them. A stripe with fewer than k records
+left is lost, and said to be: nothing is guessed. If the job is to go on all the same, lost rows get what was
+last saved of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
+from holdfast.cluster.protocol.messages import Peer, Redundancy
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.stripe_messages import Recover, Syndromes
+from holdfast.cluster.redundancy.parity import Records
+from holdfast.cluster.redundancy.replicator import Protection
+from holdfast.tables.shard import GroupShard
+
+_AGAIN_SECONDS = 0.5
+_HOPELESS_SECONDS = 0.5
+_MOST_ROUNDS = 3
+_MOST_SCANS = 2
+_MOST_NAMED = 5
+
+
+@dataclass
+class _Ask:
+    """Rows on their way: what their parity servers were asked."""
+
+    group: int
+    member: int
+    blocks: NDArray[np.int64]
+    without: tuple[int, ...]
+    """Members that are lacking, the own among them."""
+    unusable: frozenset[int]
+    """Parities that are not there."""
+    wave: int
+    """Those that are wanted together: somebody waits for all of them. 0: nobody does, it is a scan's."""
+    began: float
+    again: float = 0.0
+    request: int = 0
+    parities: tuple[int, ...] = ()
+    answers: dict[int, tuple[Syndromes, NDArray[np.int64], Records, dict[int, NDArray[np.int64]]]] = field(
+        default_factory=dict
+    )
+    rounds: int = 0
+    """How often it looked as if they were lost."""
+    asked: float = 0.0
+    """When these parity servers were asked first."""
+    slow: frozenset[int] = frozenset()
+    """Parities whose servers did not answer in time: others are asked first."""
+
+
+class SavedRecords(Protocol):
+    """What was last saved of a server's rows."""
+
+    def get(self) -> tuple[Sequence[Records], Redundancy] | None:
+        """The records of each group, and which version that is; None: not read yet, ask again."""
+
+
+class Recovery:
+    """The machine of it.
+
+    Args:
+        plan: the job's.
+        shards: the server's, without rows.
+        protection: of this server.
+    """
+
+    def __init__(self, plan: JobPlan, shards: Sequence[GroupShard], protection: Protection) -> None:
+        self.recovered = 0
+        self.went_back = Redundancy()
+        """How many rows of tables were lost and went back to what was saved, and to which version."""
+        self.saved: SavedRecords | None = None
+        """Where lost rows go back to; None: nowhere, the job ends."""
+        self.network_lost = False
+        """Whether rows of the network are lost and in no version: only workers know its first values."""
+        self._lost: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
+        self.hurry = False
+        """Whether nobody trains meanwhile."""
+        self.on_rows: Callable[[], None] = lambda: None
+        """Called when rows have come back."""
+        self.on_lost: Callable[[int, NDArray[np.int64]], None] = lambda group, rows: None
+        """Called with rows of a group that are lost."""
+        self._plan = plan
+        self._shards = shards
+        self._protection = protection
+        self._missing: dict[int, NDArray[np.bool_]] = {}
+        self._asked: dict[int, NDArray[np.bool_]] = {}
+        for g in protection.parities:
+            shard = shards[g]
+            real = shard.rows_of(np.arange(len(shard.records))) < shard.plan.rows
+            self._missing[g] = real
+            self._asked[g] = np.zeros_like(real)
+        self._left = {g: int(missing.sum()) for g, missing in self._missing.items()}
+        self._asks: dict[int, _Ask] = {}
+        self._later: list[_Ask] = []
+        self._going_back: list[_Ask] = []
+        self._requests = self._waves = 0
+        self._slow: set[Peer] = set()
+        """Parity servers that have not answered in time: so that only the first question waits for them."""
+        self._scan_at = 0.0
+        self._cursor: dict[tuple[int, int], int] = defaultdict(int)
+
+    def leave_out(self, group: int) -> None:
+        """Bring nothing back of a group that had no values yet: they are still to come, from a worker."""
+        if group in self._missing:
+            self._missing[group][:] = False
+            self._left[group] = 0
+
+    @property
+    def left(self) -> int:
+        """How many rows are lacking."""
+        return sum(self._left.values())
+
+    def lost(self) -> str:
+        """Which rows cannot be recovered; empty: none."""
+        texts = []
+        for group, found in self._lost.items():
+            rows = np.sort(np.concatenate(found))
+            some = ", ".join(str(row) for row in rows[:_MOST_NAMED])
+            more = ", …" if len(rows) > _MOST_NAMED else ""
+            texts.append(f"{len(rows):,} rows of {self._plan.groups[group].name} ({some}{more})")
+        return "; ".join(texts)
+
+    def lost_rows(self, group: int) -> Sequence[NDArray[np.int64]]:
+        """The same, of one group."""
+        return self._lost.get(group, ())
+
+    def lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these records are lacking."""
+        missing = self._missing.get(group)
+        return (
+            np.zeros(len(places), np.bool_) if missing is None or not self._left[group] else missing[places]
+        )
+
+    def want(self, group: int, places: NDArray[np.int64], now: float) -> None:
+        """Somebody waits for these records."""
+        k = self._plan.placements[group].k
+        lacking = self.lacks(group, places)
+        if not lacking.any():
+            return
+        wanted = places[lacking & ~self._asked[group][places]]
+        wanted = np.unique(wanted) if len(wanted) else wanted
+        self._waves += 1
+        for member in range(k) if len(wanted) else ():
+            mine = wanted[wanted % k == member]
+            if len(mine):
+                self._ask(self._new(group, member, mine // k, now, wave=self._waves), now)
+
+    def receive(self, source: Peer, message: Syndromes, frames: Sequence[Frame], now: float) -> None:
+        """What a parity server has summed up."""
+        ask = self._asks.get(message.request)
+        if ask is None or message.parity not in ask.parities or message.parity in ask.answers:
+            return
+        if self._protection.peer(source.slot) != source:
+            return
+        self._slow.discard(source)
+        placement = self._plan.placements[ask.group]
+        if source.slot != placement.parity_server(self._protection.me.slot, ask.member, message.parity):
+            raise ValueError(f"syndromes of parity {message.parity} from server {source.slot}")
+        if len(frames) != 2 + len(message.lacking):
+            raise ValueError("syndromes whose frames do not fit")
+        good = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
+        words = self._plan.groups[ask.group].words
+        records = as_array(frames[1], np.uint32, (message.rows, words))
+        lacking = {
+            part.member: as_array(frame, np.uint32, (part.rows,)).astype(np.int64)
+            for part, frame in zip(message.lacking, frames[2:], strict=True)
+        }
+        if any(len(at) and at.max() >= len(ask.blocks) for at in (good, *lacking.values())):
+            raise ValueError("syndromes of stripes that were not asked for")
+        answered = np.zeros(len(ask.blocks), np.bool_)
+        for at in (good, *lacking.values()):
+            answered[at] = True
+        known = len(lacking) == len(message.lacking) and max(lacking, default=-1) < placement.k
+        if not answered.all() or not known or len(message.without) != len(ask.without):
+            raise ValueError("syndromes that do not answer what was asked")
+        ask.answers[message.parity] = message, good, records, lacking
+        if len(ask.answers) == len(ask.parities):
+            del self._asks[ask.request]
+            self._solve(ask, now)
+
+    def tick(self, now: float) -> None:
+        """Ask again where an answer is overdue, try again what seemed lost, and scan on."""
+        for ask in [ask for ask in self._asks.values() if now >= ask.again]:
+            late = [t for t in ask.parities if t not in ask.answers]
+            if now - ask.asked > self._plan.timing.stuck_seconds / 2 and self._turn(ask, late, now):
+                continue
+            self._send(ask, now, again=True)
+        later, self._later = self._later, []
+        for ask in later:
+            if now >= ask.again:
+                self._ask(ask, now)
+            else:
+                self._later.append(ask)
+        if self._going_back and self.saved is not None:
+            self._go_back(self.saved, now)
+        self._scan(now)
+
+    def _scan(self, now: float) -> None:
+        if not self.left:
+            return
+        for group, missing in self._missing.items():
+            count = self._plan.lanes.chunk(self._plan.groups[group].words)
+            k = self._plan.placements[group].k
+            for member in range(k):
+                while self._cursor[group, member] < len(missing) // k:
+                    if now < self._scan_at or sum(not ask.wave for ask in self._asks.values()) >= _MOST_SCANS:
+                        return
+                    first = self._cursor[group, member]
+                    self._cursor[group, member] += count
+                    blocks = np.arange(first, min(first + count, len(missing) // k))
+                    places = blocks * k + member
+                    blocks = blocks[missing[places] & ~self._asked[group][places]]
+                    if len(blocks):
+                        self._ask(self._new(group, member, blocks, now), now)
+
+    def _new(self, group: int, member: int, blocks: NDArray[np.int64], now: float, *, wave: int = 0) -> _Ask:
+        self._asked[group][blocks * self._plan.placements[group].k + member] = True
+        return _Ask(group, member, blocks, (member,), frozenset(), wave, now)
+
+    def _ask(self, ask: _Ask, now: float) -> None:
+        """Ask as many parity servers as members are lacking."""
+        r = self._plan.placements[ask.group].r
+        usable = [t for t in range(r) if t not in ask.unusable]
+        if len(usable) < len(ask.without):
+            self._despair(ask, now)
+            return
+        usable.sort(key=lambda t: (t in ask.slow, self._server_of(ask, t) in {None, *self._slow}))
+        self._requests += 1
+        ask.asked = now
+        ask.request, ask.parities, ask.answers = self._requests, tuple(usable[: len(ask.without)]), {}
+        self._asks[ask.request] = ask
+        self._send(ask, now)
+
+    def _turn(self, ask: _Ask, late: Sequence[int], now: float) -> bool:
+        """Ask other parity servers than those that do not answer; False: there are no others."""
+        r = self._plan.placements[ask.group].r
+        others = set(range(r)) - ask.unusable - set(ask.parities)
+        if not others - ask.slow:
+            ask.slow = frozenset()  # all of them are: it is their turn again
+            ask.asked = now
+        if not others:
+            return False
+        ask.slow |= set(late)
+        ask.began = now  # to wait takes nothing from anybody: the scan need not pause for it
+        self._slow |= {peer for t in late if (peer := self._server_of(ask, t)) is not None}
+        del self._asks[ask.request]
+        self._ask(ask, now)
+        return True
+
+    def _send(self, ask: _Ask, now: float, *, again: bool = False) -> None:
+        ask.again = now + _AGAIN_SECONDS
+        me = self._protection.me
+        for t in ask.parities:
+            target = self._server_of(ask, t)
+            if t not in ask.answers and target is not None:
+                if again:
+                    self._protection.doubt(target, now)
+                message = Recover(ask.request, ask.group, t, ask.without, len(ask.blocks))
+                frames = [ask.blocks.astype(np.uint32)]
+                self._protection.outbox.append(Envelope(me, target, message, frames))
+
+    def _server_of(self, ask: _Ask, parity: int) -> Peer | None:
+        """The server of one of the parities of what is asked for; None: it is not there."""
+        placement = self._plan.placements[ask.group]
+        return self._protection.peer(placement.parity_server(self._protection.me.slot, ask.member, parity))
+
+    def _despair(self, ask: _Ask, now: float) -> None:
+        """What was said of one record may be older than what was said of another: try anew before that."""
+        ask.rounds += 1
+        if ask.rounds < _MOST_ROUNDS:
+            ask.without, ask.unusable, ask.again = (ask.member,), frozenset(), now + _HOPELESS_SECONDS
+            self._later.append(ask)
+        else:
+            places = ask.blocks * self._plan.placements[ask.group].k + ask.member
+            rows = self._shards[ask.group].rows_of(places)
+            self._lost[ask.group].append(rows)
+            self._going_back.append(ask)
+            self.on_lost(ask.group, rows)
+
+    def _go_back(self, saved: SavedRecords, now: float) -> None:
+        """Give lost rows what was saved of them, and let no parity count that contains what they were."""
+        found = saved.get()
+        if found is None:
+            return
+        records, version = found
+        network = len(self._shards) - 1
+        if version.version == 0 and any(ask.group == network for ask in self._going_back):
+            self.network_lost = True
+            return
+        count = self.went_back.went_back
+        for ask in self._going_back:
+            shard = self._shards[ask.group]
+            self._protection.forget(ask.group, ask.member, ask.blocks, now)
+            places = ask.blocks * self._plan.placements[ask.group].k + ask.member
+            shard.records[places] = records[ask.group][places]
+            shard.mark(shard.rows_of(places))
+            self._missing[ask.group][places] = False
+            self._left[ask.group] -= len(places)
+            count += len(places) if ask.group < len(self._shards) - 1 else 0
+        self.went_back = replace(version, went_back=count)
+        self._going_back.clear()
+        if not self.left:
+            self.saved = None  # it takes as much memory as the rows
+        self.on_rows()
+
+    def _solve(self, ask: _Ask, now: float) -> None:
+        """All parity servers have answered."""
+        count = len(ask.blocks)
+        unusable = {t: answer[3].get(-1, np.empty(0, np.int64)) for t, answer in ask.answers.items()}
+        lacking = [(m, at) for *_, found in ask.answers.values() for m, at in found.items() if m >= 0]
+        solvable = np.ones(count, np.bool_)
+        for at in [*unusable.values(), *(at for _, at in lacking)]:
+            solvable[at] = False
+        if self._agree(ask):
+            self._put(ask, np.flatnonzero(solvable))
+        else:
+            self._again(ask, np.flatnonzero(solvable), ask.without, ask.unusable, now)
+        # The others, by what turned out to be lacking.
+        found = [*lacking, *((-1 - t, at) for t, at in unusable.items())]
+        kinds = np.zeros(count, np.int64)
+        for bit, (_, at) in enumerate(found):
+            kinds[at] |= 1 << bit
+        for kind in np.unique(kinds[~solvable]):
+            what = {found[bit][0] for bit in range(len(found)) if kind >> bit & 1}
+            members = sorted(m for m in what if m >= 0 and m not in ask.without)
+            parities = {-1 - m for m in what if m < 0}
+            without = (*ask.without, *members)
+            self._again(ask, np.flatnonzero(kinds == kind), without, ask.unusable | parities, now)
+        if not ask.wave:
+            share = 1.0 if self.hurry else self._plan.lanes.share
+            self._scan_at = now + (now - ask.began) * (1 / share - 1)
+        if not ask.wave or all(other.wave != ask.wave for other in self._asks.values()):
+            self.on_rows()
+        self._scan(now)
+
+    def _again(
+        self,
+        ask: _Ask,
+        at: NDArray[np.int64],
+        without: tuple[int, ...],
+        unusable: frozenset[int],
+        now: float,
+    ) -> None:
+        if len(at):
+            blocks, wave = ask.blocks[at], ask.wave
+            if not wave:  # a scan does not wait for what is left of it
+                wave = self._waves = self._waves + 1
+            self._ask(
+                _Ask(ask.group, ask.member, blocks, without, unusable, wave, now, rounds=ask.rounds), now
+            )
+
+    @staticmethod
+    def _agree(ask: _Ask) -> bool:
+        """Whether all syndromes are of one instant: another's row may have come back and changed since."""
+        states = [
+            [state for m, state in zip(ask.without, answer[0].without, strict=True) if m != ask.member]
+            for answer in ask.answers.values()
+        ]
+        return all(state == states[0] for state in states)
+
+    def _put(self, ask: _Ask, at: NDArray[np.int64]) -> None:
+        if not len(at):
+            return
+        group, shard = ask.group, self._shards[ask.group]
+        code = self._protection.parities[group].code
+        syndromes: dict[int, Records] = {}
+        for t, (_, good, records, _) in ask.answers.items():
+            # Both ascend, and what is solvable is good: as many are the same ones. Loops want a copy.
+            same = code.r == 1 and len(good) == len(at)
+            syndromes[t] = records if same else records[np.searchsorted(good, at)]
+        found = code.solve(ask.without, syndromes)[ask.without.index(ask.member)]
+        places = ask.blocks[at] * self._plan.placements[group].k + ask.member
+        new = self._missing[group][places]  # one that was here already may have changed since
+        shard.write(*((places, found) if new.all() else (places[new], found[new])))
+        self._missing[group][places] = False
+        self._left[group] -= int(new.sum())
+        self.recovered += int(new.sum())

@@ -1,0 +1,420 @@
+"""A server's part in protecting rows: its own changes go to parity servers, others' changes come to its
+parities.
+
+The owner of a row is the only one that changes it, so what parities must follow is known in one place. After
+some pushes it takes what they changed together, old XOR new of each record, as one *batch*, and puts each
+parity server's share into the lane to it. A push is *kept* once all parity servers have its batch: whatever
+fails then, within what the code covers, comes back with it. A worker may go on before, and sends a push again
+that was not kept if a server is replaced.
+
+When an owner dies, its parity servers may have come to different batches. They seal their lanes and say how
+far they came; the supervisor decides for the least of them, and those ahead undo what is beyond, which is
+the same XOR again. Nothing beyond was kept, since that takes all of them. So a replacement's rows are all of
+one instant, with one number for each worker, like any server's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
+from holdfast.cluster.protocol.messages import (
+    Instant,
+    LaneState,
+    Peer,
+    ServerInView,
+    View,
+    ViewNumber,
+    WorkerMark,
+)
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.stripe_messages import (
+    Change,
+    Forget,
+    LaneMessage,
+    ReadStripes,
+    StripePart,
+    Taken,
+    Values,
+)
+from holdfast.cluster.protocol.wire import Message
+from holdfast.cluster.redundancy.lanes import InLane, OutLane
+from holdfast.cluster.redundancy.parity import Blocks, ParityShard, Records
+from holdfast.tables.shard import GroupShard
+
+_Share = tuple[StripePart, Blocks, Records]
+
+
+class Protection:
+    """The machine of it: no clock, no socket.
+
+    Args:
+        me: the server.
+        plan: the job's.
+        shards: its rows.
+        outbox: where messages go.
+        marks: says which pushes are applied.
+        applied: says which push of a worker was applied last; asked at every push, so it must be quick.
+        fresh: whether all rows of the job have their first values; otherwise parities come from rows.
+        lacks: which of the records of a group this server lacks (see ``recovery``).
+        doubt: called with a server that has not answered (see ``routes``).
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        plan: JobPlan,
+        shards: Sequence[GroupShard],
+        outbox: list[Envelope],
+        marks: Callable[[], tuple[WorkerMark, ...]],
+        applied: Callable[[int], int],
+        *,
+        fresh: bool,
+        lacks: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
+        doubt: Callable[[Peer, float], None] = lambda target, now: None,
+    ) -> None:
+        self.me = me
+        self.plan = plan
+        self.outbox = outbox
+        self.parities = {
+            g: ParityShard(group, placement, me.slot, plan.seed if fresh else None)
+            for g, (group, placement) in enumerate(zip(plan.groups, plan.placements, strict=True))
+            if placement.r
+        }
+        self.batch = 0
+        """The last batch of own changes."""
+        self.stable = 0
+        """The newest that all parity servers have."""
+        self.on_change: Callable[[StripePart, Blocks, Records], None] = lambda part, blocks, records: None
+        """Called after a part of a batch was applied to parities, or undone."""
+        self.on_values: Callable[[Peer, Values, Sequence[Frame]], None] = lambda source, values, frames: None
+        self._shards = shards
+        self._marks, self._applied = marks, applied
+        self._lacks = lacks
+        self.doubt = doubt
+        self._out: dict[int, OutLane] = {}
+        self._in: dict[int, InLane] = {}
+        self._incarnations: dict[int, int] = {}
+        self._settled: dict[int, int] = {}
+        self._started: dict[int, int] = {}
+        self._parity_servers = set(self._neighbours(parities=True))
+        self._owners = set(self._neighbours(parities=False))
+        self._batches: deque[Instant] = deque()
+        self._kept = self._flushed = Instant()
+        self._pending_since: float | None = None
+        self._pending_pushes = 0
+        self._changed_at = self._ticked = 0.0
+        self._holds = self._hurry = False
+
+    def _neighbours(self, *, parities: bool) -> Iterator[int]:
+        """The servers of this one's parities, or those whose parities it keeps."""
+        for g in self.parities:
+            placement = self.plan.placements[g]
+            find = placement.parity_server if parities else placement.member_server
+            for t in range(placement.r):
+                for m in range(placement.k):
+                    yield find(self.me.slot, m, t) if parities else find(self.me.slot, t, m)
+
+    # What is applied here and must get to parity servers
+
+    def start(self) -> None:
+        """This server takes its slot over."""
+        self._kept = self._flushed = self._instant()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all parity servers have all changes."""
+        return self._pending_since is None and not any(lane.waiting for lane in self._out.values())
+
+    def kept(self, worker: int) -> int:
+        """The newest push of a worker that no failure which the code covers can undo."""
+        return self._kept.marks[worker].sequence if self._kept.marks else 0
+
+    def changed(self, now: float, worker: int | None = None) -> None:
+        """Rows have changed, by a push of a worker or otherwise."""
+        if self._pending_since is None:
+            self._pending_since = now
+        self._changed_at = now
+        if worker is not None:
+            self._pending_pushes += 1
+            lanes, told = self.plan.lanes, self._flushed.marks[worker].sequence
+            many = self._applied(worker) >= told + max(1, lanes.window // 2)
+            large = self._pending_bytes() >= lanes.most_bytes
+            if many or large or self._pending_pushes >= lanes.pushes:
+                self.flush(now)
+
+    def _pending_bytes(self) -> int:
+        """Of changes that have gathered."""
+        return sum(len(self._shards[g].changes) * self._shards[g].records[:1].nbytes for g in self.parities)
+
+    def flush(self, now: float) -> None:
+        """Make a batch of what has changed, and send it on its way."""
+        if self._pending_since is None:
+            return
+        self._pending_since = None
+        self._pending_pushes = 0
+        self.batch += 1
+        self._flushed = self._instant()
+        self._batches.append(self._flushed)
+        shares: dict[int, list[_Share]] = {slot: [] for slot in self._out}
+        for g in self.parities:
+            placement = self.plan.placements[g]
+            for member, blocks, differences in self._shards[g].changes.take():
+                for t in range(placement.r):
+                    share = shares.get(placement.parity_server(self.me.slot, member, t))
+                    if share is not None:
+                        share.append((StripePart(g, t, member, len(blocks)), blocks, differences))
+        for slot, share in shares.items():
+            lane = self._out[slot]
+            messages = list(_in_messages(share, self.plan.lanes.most_bytes))
+            for left, (parts, frames) in zip(reversed(range(len(messages))), messages, strict=True):
+                message = Change(lane.next_number, self._flushed, self.stable, parts, more=left > 0)
+                self._send(lane, message, frames, now)
+        self._advance()
+
+    def tick(self, now: float) -> None:
+        """Send what has waited long enough, and send again what was not acknowledged."""
+        since, lanes = self._pending_since, self.plan.lanes
+        stood_still, self._ticked = now - self._ticked, now
+        if stood_still > self.plan.timing.stuck_seconds / 2:
+            for lane in self._out.values():  # a server that was stopped has not waited for anybody meanwhile
+                lane.since += stood_still
+        if since is not None and (
+            self._hurry or now - since >= lanes.seconds or now - self._changed_at >= lanes.idle_seconds
+        ):
+            self.flush(now)
+            self._hurry = self._holds
+        for lane in self._out.values():
+            late = lane.overdue(now)
+            if late is not None:
+                self.doubt(lane.target, now)
+                self.outbox.append(late)
+
+    def stuck_on(self, now: float) -> tuple[int, ...]:
+        """Parity servers that have not acknowledged anything for long."""
+        limit = self.plan.timing.stuck_seconds
+        return tuple(s for s, lane in self._out.items() if lane.waiting and now - lane.since > limit)
+
+    def read(self, source: Peer, message: ReadStripes, frames: Sequence[Frame], now: float) -> None:
+        """A parity server wants records: they go into its lane as they were after the last batch."""
+        lane = self._out.get(source.slot)
+        if (
+            lane is None
+            or lane.target != source
+            or self.stable < lane.began
+            or message.group not in self.parities
+        ):
+            # Not before all others have what was before the lane: of that it could undo nothing.
+            return
+        placement, shard = self.plan.placements[message.group], self._shards[message.group]
+        if not 0 <= message.member < placement.k or len(frames) != 1:
+            raise ValueError(f"a read of member {message.member}, of {placement.k}")
+        blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
+        places = blocks * placement.k + message.member
+        if len(places) and not (
+            places[0] >= 0 and places[-1] < len(shard.records) and (np.diff(places) > 0).all()
+        ):
+            raise ValueError("a read of blocks that do not ascend, or are not there")
+        absent = self._lacks(message.group, places)
+        here = shard.changes.told(places[~absent])
+        values = Values(
+            lane.next_number, self._flushed, message.job, message.member, len(here), int(absent.sum())
+        )
+        self._send(lane, values, (here, np.flatnonzero(absent).astype(np.uint32)), now)
+
+    def forget(self, group: int, member: int, blocks: NDArray[np.int64], now: float) -> None:
+        """Own records that were lost have got other values: what their parities contain is none of them.
+
+        It goes through the lanes, so that no parity server ever has one of these values and still counts on
+        what it had before. A server that has no lane yet begins without any parity.
+        """
+        for t in range(self.plan.placements[group].r):
+            lane = self._out.get(self.plan.placements[group].parity_server(self.me.slot, member, t))
+            if lane is not None:
+                part = StripePart(group, t, member, len(blocks))
+                message = Forget(lane.next_number, self._flushed, (part,))
+                self._send(lane, message, [blocks.astype(np.uint32)], now)
+
+    def taken(self, source: Peer, number: int, now: float) -> None:
+        """A parity server has everything up to this number."""
+        lane = self._out.get(source.slot)
+        if lane is not None and lane.target == source:
+            lane.acknowledge(number, now, self.plan.timing.retry_seconds)
+            self._advance()
+
+    def _send(self, lane: OutLane, message: LaneMessage, frames: Sequence[Frame], now: float) -> None:
+        self.outbox.append(lane.send(message, frames, now, self.plan.timing.retry_seconds))
+
+    def _advance(self) -> None:
+        self.stable = min((lane.batch for lane in self._out.values()), default=self.batch)
+        while self._batches and self._batches[0].batch <= self.stable:
+            self._kept = self._batches.popleft()
+
+    def _instant(self) -> Instant:
+        installed = tuple(g for g, shard in enumerate(self._shards) if shard.installed)
+        return Instant(self.batch, self._marks(), installed)
+
+    # What others have changed
+
+    def take(self, source: Peer, message: LaneMessage, frames: Sequence[Frame]) -> None:
+        """The next message of a lane, or one that does not count."""
+        lane = self._in.get(source.slot)
+        if lane is None or lane.source != source or self._incarnations.get(source.slot) != source.incarnation:
+            return
+        if message.number > lane.number + 1:
+            early = Envelope(source, self.me, message, frames)
+            lane.lay_aside(message.number, early, 2 * self.plan.lanes.most_bytes)
+            return
+        if message.number == lane.number + 1:
+            self._take_next(lane, source, message, frames)
+            while (early_one := lane.next_early()) is not None:
+                assert isinstance(early_one.message, LaneMessage)
+                self._take_next(lane, source, early_one.message, early_one.frames)
+        self._post(source, Taken(lane.number))
+
+    def _take_next(self, lane: InLane, source: Peer, message: LaneMessage, frames: Sequence[Frame]) -> None:
+        if isinstance(message, Change) and message.more:
+            lane.begin(message, frames)
+            return
+        if isinstance(message, Change):
+            message, frames = lane.whole(message, frames)
+            parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
+            for part, blocks, records in parts:
+                self._apply(part, blocks, records)
+        elif isinstance(message, Forget):
+            self._forget(source.slot, message, frames)
+        else:
+            self.on_values(source, message, frames)
+        lane.take(message, frames)
+
+    def progress(self, slot: int) -> LaneState:
+        """How far a lane has come."""
+        lane = self._in.get(slot)
+        if lane is None:
+            return LaneState(slot, 0)
+        return LaneState(slot, lane.source.incarnation, Instant(lane.now.batch))
+
+    def sealed(self) -> tuple[LaneState, ...]:
+        """How far the lanes came whose owners are gone and have no successor yet."""
+        return tuple(
+            LaneState(slot, lane.source.incarnation, lane.now, lane.first)
+            for slot, lane in self._in.items()
+            if lane.known and self._incarnations.get(slot, 0) > lane.source.incarnation
+        )
+
+    def peer(self, slot: int) -> Peer | None:
+        """The server that has started in a slot."""
+        incarnation = self._started.get(slot)
+        if incarnation is None or incarnation != self._incarnations.get(slot):
+            return None
+        return Peer("server", slot, incarnation)
+
+    def _parts(
+        self, owner: int, parts: Sequence[StripePart], frames: Sequence[Frame]
+    ) -> Iterator[tuple[StripePart, Blocks, Records]]:
+        if len(frames) != 2 * len(parts):
+            raise ValueError("changes whose frames do not fit their parts")
+        for number, part in enumerate(parts):
+            parity, blocks = self._part(owner, part, frames[2 * number])
+            yield part, blocks, as_array(frames[2 * number + 1], np.uint32, (part.rows, parity.plan.words))
+
+    def _part(self, owner: int, part: StripePart, frame: Frame) -> tuple[ParityShard, Blocks]:
+        """The parities that a part is about, and its blocks."""
+        parity = self.parities.get(part.group)
+        if (
+            parity is None
+            or not (0 <= part.parity < parity.placement.r and 0 <= part.member < parity.placement.k)
+            or parity.placement.parity_server(owner, part.member, part.parity) != self.me.slot
+        ):
+            raise ValueError(f"changes of server {owner} that have no parity here")
+        blocks = as_array(frame, np.uint32, (part.rows,))
+        if part.rows and int(blocks.max()) >= parity.blocks:
+            raise ValueError(f"changes of block {blocks.max()}, of {parity.blocks}")
+        return parity, blocks
+
+    def _forget(self, owner: int, message: Forget, frames: Sequence[Frame]) -> None:
+        if len(frames) != len(message.parts):
+            raise ValueError("a message whose frames do not fit its parts")
+        checked = [self._part(owner, part, frame) for part, frame in zip(message.parts, frames, strict=True)]
+        for part, (parity, blocks) in zip(message.parts, checked, strict=True):
+            parity.forget(part.parity, blocks)
+
+    def _apply(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
+        self.parities[part.group].change(part.parity, part.member, blocks, differences)
+        self.on_change(part, blocks, differences)
+
+    # Who the others are
+
+    def adopt(self, view: View, mine: ServerInView, now: float) -> None:
+        """Follow a view: seal lanes of those who are gone, undo what does not count, begin new lanes.
+
+        ``mine`` is this server's own entry, and it has started.
+        """
+        # Once, too, when somebody is new: the replacement of a worker waits until its last pushes are kept.
+        self._hurry = True
+        self._holds = view.phase != "running"
+        for entry in view.servers:
+            if entry.slot == self.me.slot:
+                continue
+            if entry.incarnation > self._incarnations.get(entry.slot, 0):
+                self._incarnations[entry.slot] = entry.incarnation
+                self._out.pop(entry.slot, None)
+            if entry.cut is not None and self._settled.get(entry.slot, 0) < entry.incarnation:
+                self._settled[entry.slot] = entry.incarnation
+                self._undo(entry.slot, entry.cut)
+            if entry.starts and self._started.get(entry.slot, 0) < entry.incarnation:
+                self._started[entry.slot] = entry.incarnation
+                self._begin(entry, mine.since, now)
+        self._advance()
+
+    def _undo(self, slot: int, cut: Instant) -> None:
+        lane = self._in.get(slot)
+        if lane is None or self._incarnations[slot] <= lane.source.incarnation:
+            return
+        for logged in lane.undo(cut):
+            for part, blocks, differences in self._parts(slot, logged.parts, logged.frames):
+                self._apply(part, blocks, differences)
+
+    def _begin(self, entry: ServerInView, since: ViewNumber, now: float) -> None:
+        peer = Peer("server", entry.slot, entry.incarnation)
+        if entry.slot in self._parity_servers:
+            self._out[entry.slot] = OutLane(self.me, peer, self.batch, self.batch, now)
+        if entry.slot in self._owners:
+            # A server that started no later than its owner has all that the owner did.
+            before = Instant(installed=self.plan.first_installed)
+            if entry.cut is not None:
+                before = msgspec.structs.replace(entry.cut, batch=0)
+            self._in[entry.slot] = InLane(peer, entry.since >= since, before, before)
+
+    def _post(self, target: Peer, message: Message) -> None:
+        self.outbox.append(Envelope(self.me, target, message))
+
+
+def _in_messages(
+    share: Sequence[_Share], most_bytes: int
+) -> Iterator[tuple[tuple[StripePart, ...], list[Frame]]]:
+    """The parts and frames of each message that a parity server's share of a batch makes.
+
+    One at least: it hears of every batch.
+    """
+    parts: list[StripePart] = []
+    frames: list[Frame] = []
+    room = most_bytes
+    for part, blocks, differences in share:
+        row_bytes = blocks.itemsize + differences[:1].nbytes
+        first = 0
+        while first < part.rows:
+            if parts and room < row_bytes:
+                yield tuple(parts), frames
+                parts, frames, room = [], [], most_bytes
+            count = min(part.rows - first, max(1, room // row_bytes))
+            parts.append(msgspec.structs.replace(part, rows=count))
+            frames += [blocks[first : first + count], differences[first : first + count]]
+            room -= count * row_bytes
+            first += count
+    yield tuple(parts), frames

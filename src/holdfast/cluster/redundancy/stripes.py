@@ -1,0 +1,375 @@
+"""Sums over stripes, at their parity server: for a server that lost rows, for parities that were lost, and to
+check that all is well.
+
+All three read the members of stripes *through their owners' lanes*. So a value arrives at the very point of
+the owner's changes up to which the parity contains them; changes that come later go to the parity and, where
+the member is in a sum already, to that sum too. When all members are in, parity and sum are of one instant,
+though nobody was stopped. Nothing here is durable: whatever dies is begun again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.stripe_messages import (
+    Lacking,
+    ReadStripes,
+    Recover,
+    StripePart,
+    Syndromes,
+    Values,
+)
+from holdfast.cluster.protocol.wire import Message
+from holdfast.cluster.redundancy.parity import Blocks, Records, read_only
+from holdfast.cluster.redundancy.replicator import Protection
+
+_READ_AGAIN_SECONDS = 0.25
+_MOST_JOBS = 1024
+_FORGOTTEN_SECONDS = 5.0
+"""Whoever has not asked for so long has asked another parity server instead."""
+_VOTE_SECONDS = 10.0
+
+Purpose = Literal["recover", "rebuild", "scrub", "repair"]
+
+
+@dataclass
+class _Job:
+    """Members of some stripes on their way into a sum."""
+
+    purpose: Purpose
+    number: int
+    group: int
+    parity: int
+    blocks: NDArray[np.int64]
+    waiting: set[int]
+    """Members that have not come yet."""
+    began: float
+    again: float
+    sums: Records
+    summed: set[int] = field(default_factory=set)
+    """Members that are in the sums."""
+    lacking: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    """Which stripes' members their owners lack."""
+    source: Peer | None = None
+    request: int = 0
+    without: tuple[int, ...] = ()
+    wanted: float = 0.0
+    """When it was asked for last."""
+
+
+@dataclass
+class _Vote:
+    """Stripes whose members do not make up one parity: what do the others say?"""
+
+    group: int
+    parity: int
+    blocks: NDArray[np.int64]
+    own_is_wrong: NDArray[np.bool_]
+    until: float
+    """When it comes to nothing: who has not answered by then may be dead. The next round asks again."""
+    waiting: set[int] = field(default_factory=set)
+
+
+class Rebuilding:
+    """The machine of it.
+
+    Args:
+        plan: the job's.
+        protection: of this server; it hands over values and changes.
+    """
+
+    def __init__(self, plan: JobPlan, protection: Protection) -> None:
+        self.rebuilt = 0
+        """Parities that were lost and are whole again."""
+        self.scrubbed = self.wrong = self.repaired = 0
+        """Parities that were compared with their members, that did not agree, and that were put right."""
+        self._plan = plan
+        self._protection = protection
+        self._parities = protection.parities
+        self._jobs: dict[int, _Job] = {}
+        self._numbers = 0
+        self._rebuild_at = 0.0
+        self._cursor: dict[tuple[int, int], int] = {}
+        self._scrub_at = 0.0
+        self._scrub_cursor = 0
+        self._votes: dict[int, _Vote] = {}
+        protection.on_values = self.take_values
+        protection.on_change = self.note_change
+
+    # For a server that lost rows
+
+    def recover(self, source: Peer, message: Recover, frames: Sequence[Frame], now: float) -> None:
+        """A replacement asks for syndromes; it is answered when all other members have come."""
+        if self._protection.peer(source.slot) != source or len(self._jobs) >= _MOST_JOBS:
+            return
+        for job in self._jobs.values():
+            if job.source == source and job.request == message.request:
+                job.wanted = now
+                return
+        parity = self._parities.get(message.group)
+        if parity is None or len(frames) != 1:
+            raise ValueError(f"group {message.group} has no parities")
+        k, r = parity.placement.k, parity.placement.r
+        members = set(range(k)) - set(message.without)
+        if not 0 <= message.parity < r or len(members) != k - len(message.without):
+            raise ValueError(f"parity {message.parity} without {message.without}, of a code of {k} + {r}")
+        blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
+        if len(blocks) and not (blocks[-1] < parity.blocks and (np.diff(blocks) > 0).all()):
+            raise ValueError("blocks that do not ascend, or are not there")
+        job = self._begin("recover", message.group, message.parity, blocks, members, now)
+        job.source, job.request, job.without = source, message.request, message.without
+        job.wanted = now
+        if not parity.whole(message.parity, blocks).any():
+            job.waiting.clear()
+        self._look_at(job, now)
+
+    def _answer(self, job: _Job) -> None:
+        assert job.source is not None
+        parity = self._parities[job.group]
+        placement = parity.placement
+        whole = parity.whole(job.parity, job.blocks)
+        good = whole.copy()
+        for at in job.lacking.values():
+            good[at] = False
+        chosen = np.flatnonzero(good)
+        syndromes = parity.get(job.parity, job.blocks[chosen])
+        syndromes ^= job.sums if len(chosen) == len(job.sums) else job.sums[chosen]
+        lacking = {-1: np.flatnonzero(~whole), **job.lacking}
+        lacking = {member: at for member, at in lacking.items() if len(at)}
+        owners = [placement.member_server(parity.server, job.parity, m) for m in job.without]
+        answer = Syndromes(
+            job.request,
+            job.parity,
+            len(chosen),
+            tuple(self._protection.progress(owner) for owner in owners),
+            tuple(Lacking(member, len(at)) for member, at in lacking.items()),
+        )
+        frames = [chosen.astype(np.uint32), syndromes, *(at.astype(np.uint32) for at in lacking.values())]
+        self._post(job.source, answer, frames)
+
+    # For parities that were lost
+
+    def rebuild(self, now: float) -> None:
+        """Rebuild the next parities that are not whole, if it is time."""
+        if now < self._rebuild_at or all(parity.complete for parity in self._parities.values()):
+            return
+        if any(job.purpose == "rebuild" for job in self._jobs.values()):
+            return
+        for group, parity in self._parities.items():
+            count = self._plan.lanes.chunk(parity.plan.words)
+            for t in range(parity.placement.r if parity.lacking else 0):
+                first = self._cursor.get((group, t), 0)
+                while first < parity.blocks:
+                    blocks = parity.incomplete(t, first, count)
+                    first += count
+                    if len(blocks):
+                        self._cursor[group, t] = first
+                        members = {
+                            m for m in range(parity.placement.k) if not parity.contains(t, m, blocks).all()
+                        }
+                        self._look_at(self._begin("rebuild", group, t, blocks, members, now), now)
+                        return
+                self._cursor[group, t] = 0  # from the start: some owners may have lacked their rows
+
+    def lacking(self) -> int:
+        """How many parities are not whole."""
+        return sum(parity.lacking for parity in self._parities.values())
+
+    # To check that all is well
+
+    def scrub(self, now: float) -> None:
+        """Check the next stripes, if it is time."""
+        seconds = self._plan.lanes.scrub_seconds
+        if not seconds or now < self._scrub_at or any(j.purpose == "scrub" for j in self._jobs.values()):
+            return
+        everything = [(g, t, p) for g, p in self._parities.items() for t in range(p.placement.r)]
+        total = sum(parity.blocks for _, _, parity in everything)
+        if not total or self.lacking():
+            return
+        at = self._scrub_cursor = self._scrub_cursor % total
+        for group, t, parity in everything:
+            count = self._plan.lanes.chunk(parity.plan.words)
+            if at < parity.blocks:
+                blocks = np.arange(at, min(at + count, parity.blocks))
+                self._scrub_cursor += len(blocks)
+                self._scrub_at = now + seconds * len(blocks) / total
+                members = set(range(parity.placement.k))
+                self._look_at(self._begin("scrub", group, t, blocks, members, now), now)
+                return
+            at -= parity.blocks
+
+    def _compare(self, job: _Job, now: float) -> None:
+        parity = self._parities[job.group]
+        checked = parity.whole(job.parity, job.blocks)  # some may have been forgotten since it began
+        for at in job.lacking.values():
+            checked[at] = False
+        wrong = checked & (parity.get(job.parity, job.blocks) != job.sums).any(1)
+        self.scrubbed += int(checked.sum())
+        self.wrong += int(wrong.sum())
+        if wrong.any() and parity.placement.r > 1:
+            self._ask_others(job.group, job.parity, job.blocks[wrong], now)
+
+    # Where they do not agree, either the parity is wrong or a member is. With one parity nobody can tell.
+    # With more, the others know: if they agree with the members, this one is wrong, and is made anew. A
+    # member that is wrong is only counted: its row may have been trained on since.
+
+    def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64], now: float) -> None:
+        placement = self._parities[group].placement
+        owner = placement.member_server(self._protection.me.slot, parity, 0)
+        self._numbers += 1
+        vote = _Vote(group, parity, blocks, np.ones(len(blocks), np.bool_), now + _VOTE_SECONDS)
+        for t in range(placement.r):
+            other = self._protection.peer(placement.parity_server(owner, 0, t))
+            if t != parity and other is not None:
+                vote.waiting.add(t)
+                message = Recover(-self._numbers, group, t, (), len(blocks))
+                self._post(other, message, [blocks.astype(np.uint32)])
+        self._votes[-self._numbers] = vote
+
+    def take_vote(self, message: Syndromes, frames: Sequence[Frame], now: float) -> None:
+        """Whether another parity of stripes agrees with their members."""
+        vote = self._votes.get(message.request)
+        if vote is None or message.parity not in vote.waiting or len(frames) != 2 + len(message.lacking):
+            return
+        words = self._plan.groups[vote.group].words
+        at = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
+        syndromes = as_array(frames[1], np.uint32, (message.rows, words))
+        agrees = np.zeros(len(vote.blocks), np.bool_)
+        if len(at) and at.max() >= len(vote.blocks):
+            raise ValueError("syndromes of stripes that were not asked for")
+        agrees[at] = (syndromes == 0).all(1)
+        vote.own_is_wrong &= agrees
+        vote.waiting.remove(message.parity)
+        if not vote.waiting:
+            del self._votes[message.request]
+            members = set(range(self._parities[vote.group].placement.k))
+            blocks = vote.blocks[vote.own_is_wrong]
+            if len(blocks):
+                self._look_at(self._begin("repair", vote.group, vote.parity, blocks, members, now), now)
+
+    def _repair(self, job: _Job) -> None:
+        parity = self._parities[job.group]
+        good = parity.whole(job.parity, job.blocks)
+        for at in job.lacking.values():
+            good[at] = False
+        parity.put(job.parity, job.blocks[good], job.sums[good])
+        self.repaired += int(good.sum())
+
+    # What all three do
+
+    def take_values(self, source: Peer, message: Values, frames: Sequence[Frame]) -> None:
+        """Members of a job's stripes, at their place in the lane."""
+        job = self._jobs.get(message.job)
+        if job is None or message.member not in job.waiting:
+            return
+        parity = self._parities[job.group]
+        if source.slot != parity.placement.member_server(parity.server, job.parity, message.member):
+            raise ValueError(f"values of member {message.member} from server {source.slot}, not its owner")
+        if message.rows + message.absent != len(job.blocks) or len(frames) != 2:
+            raise ValueError(f"values of {message.rows} records: expected {len(job.blocks)}")
+        records = as_array(frames[0], np.uint32, (message.rows, parity.plan.words))
+        absent = as_array(frames[1], np.uint32, (message.absent,)).astype(np.int64)
+        here = np.ones(len(job.blocks), np.bool_)
+        here[absent] = False
+        present = np.flatnonzero(here)
+        if job.purpose == "rebuild":
+            parity.add(job.parity, message.member, job.blocks[present], records)
+        else:
+            parity.code.update(job.sums, present, job.parity, message.member, records)
+        job.waiting.remove(message.member)
+        job.summed.add(message.member)
+        if len(absent):
+            job.lacking[message.member] = absent
+
+    def note_change(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
+        """Parities have changed: sums that contain the member follow."""
+        for job in self._jobs.values():
+            if (
+                (job.group, job.parity) == (part.group, part.parity)
+                and part.member in job.summed
+                and job.purpose != "rebuild"
+                and len(job.blocks)
+            ):
+                at = np.minimum(np.searchsorted(job.blocks, blocks), len(job.blocks) - 1)
+                hit = np.flatnonzero(job.blocks[at] == blocks)
+                code = self._parities[job.group].code
+                code.update(job.sums, at[hit], job.parity, part.member, read_only(differences[hit]))
+
+    def tick(self, now: float) -> None:
+        """Finish what is complete, ask again for what has not come, drop what nobody waits for."""
+        if self._votes:
+            self._votes = {number: vote for number, vote in self._votes.items() if now < vote.until}
+        for job in list(self._jobs.values()):
+            asker = job.source
+            if asker is not None and (
+                self._protection.peer(asker.slot) != asker or now > job.wanted + _FORGOTTEN_SECONDS
+            ):
+                del self._jobs[job.number]
+            else:
+                self._look_at(job, now)
+
+    def finish(self, now: float) -> None:
+        """Finish what is complete."""
+        if self._jobs:
+            for job in [job for job in self._jobs.values() if not job.waiting]:
+                self._look_at(job, now)
+
+    def _begin(
+        self,
+        purpose: Purpose,
+        group: int,
+        parity: int,
+        blocks: NDArray[np.int64],
+        members: set[int],
+        now: float,
+    ) -> _Job:
+        self._numbers += 1
+        rows = 0 if purpose == "rebuild" else len(blocks)
+        sums = np.zeros((rows, self._plan.groups[group].words), np.uint32)
+        job = _Job(purpose, self._numbers, group, parity, blocks, members, now, now, sums)
+        self._jobs[job.number] = job
+        return job
+
+    def _look_at(self, job: _Job, now: float) -> None:
+        if job.waiting:
+            if now >= job.again:
+                again = now > job.began
+                job.again = now + _READ_AGAIN_SECONDS
+                self._read(job, now, again=again)
+            return
+        del self._jobs[job.number]
+        if job.purpose == "recover":
+            self._answer(job)
+        elif job.purpose == "scrub":
+            self._compare(job, now)
+        elif job.purpose == "repair":
+            self._repair(job)
+        else:
+            parity = self._parities[job.group]
+            self.rebuilt += int(parity.whole(job.parity, job.blocks).sum())
+            parity.settle()
+            share = self._plan.lanes.share
+            self._rebuild_at = now + (now - job.began) * (1 / share - 1)
+            if job.lacking:
+                self._rebuild_at = max(self._rebuild_at, now + _READ_AGAIN_SECONDS)
+
+    def _read(self, job: _Job, now: float, *, again: bool) -> None:
+        parity = self._parities[job.group]
+        for member in sorted(job.waiting):
+            owner = self._protection.peer(parity.placement.member_server(parity.server, job.parity, member))
+            if owner is not None:
+                if again:
+                    self._protection.doubt(owner, now)
+                message = ReadStripes(job.number, job.group, member, len(job.blocks))
+                self._post(owner, message, [job.blocks.astype(np.uint32)])
+
+    def _post(self, target: Peer, message: Message, frames: Sequence[Frame]) -> None:
+        self._protection.outbox.append(Envelope(self._protection.me, target, message, frames))

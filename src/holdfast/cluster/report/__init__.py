@@ -1,0 +1,1 @@
+"""What people see of a job: progress, failures, the live view."""

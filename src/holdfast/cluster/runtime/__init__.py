@@ -1,0 +1,1 @@
+"""Where machines meet the world: processes, sockets, clocks, keys."""

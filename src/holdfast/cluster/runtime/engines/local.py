@@ -1,0 +1,362 @@
+"""The processes of a job on this machine.
+
+They are copies of templates (``cluster.node``), one for each role, which are started with the first node of
+their role. None outlives whoever started it: each gets a pipe as standard input and ends when that ends, and
+the kernel kills it when its parent dies, even while it is stopped. Each is a session of its own, so that
+Ctrl-C at the terminal reaches only the parent, which then ends the others in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal as signals
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.errors import ConfigError
+
+NODE_COMMAND: Final = (sys.executable, "-P", "-m", "holdfast.cluster.runtime.node")
+"""-P: modules come from where this process takes them (PYTHONPATH), not first from the current folder."""
+ONE_THREAD: Final[Mapping[str, str]] = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
+)
+"""Many processes share the processors: none is to start a thread for each of them."""
+_PIPE_BYTES: Final = 64 << 10  # what a pipe takes without a reader
+_TERM_SECONDS: Final = 1.0
+_WAIT_SECONDS: Final = 0.01
+_FORK_SECONDS: Final = 120.0
+"""A template that has not forked by then hangs: compiling for the first time takes less."""
+_PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
+
+
+class _Template:
+    """A process that forks nodes of a role, in the order in which they are asked for."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        self._asked: deque[_Node] = deque()
+        self._since = 0.0
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, log.open("wb", buffering=0) as output:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=output,
+                env=dict(environment),
+                start_new_session=True,
+            )
+
+    def ask(self, node: _Node, stdin: int) -> None:
+        """Ask for a node, which reads from ``stdin``. Returns at once: see ``look``."""
+        if not self._asked:
+            self._since = time.monotonic()
+        self._asked.append(node)
+        with node.log.open("ab", buffering=0) as output, contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [b"+"], [stdin, output.fileno()])  # if it has ended: ``look``
+
+    def look(self, seconds: float = 0.0) -> None:
+        """See which nodes are there by now. Those that a template that has ended left out have ended so."""
+        while self._asked and select.select([self._socket], [], [], seconds)[0]:
+            with contextlib.suppress(ConnectionError):
+                if answer := self._socket.recv(32):
+                    self._asked.popleft().pid = int(answer)
+                    self._since = time.monotonic()
+                    continue
+            self._leave_out()
+        if self._asked and time.monotonic() > self._since + _FORK_SECONDS:
+            self._popen.kill()
+
+    def _leave_out(self) -> None:
+        """It has ended, and those who have been asked for do not come."""
+        code = max(0, self._popen.wait())
+        for node in self._asked:
+            node.returncode = code or 1
+            with contextlib.suppress(OSError):
+                node.log.write_bytes(self.log.read_bytes())
+        self._asked.clear()
+
+    @property
+    def pid(self) -> int:
+        """Its own."""
+        return self._popen.pid
+
+    def ended(self) -> bool:
+        """Whether it can be asked no more."""
+        return self._popen.poll() is not None
+
+    def close(self) -> None:
+        """End it; its nodes stay, and ``look`` has told of all."""
+        self._popen.kill()
+        self._popen.wait()
+        self.look(seconds=_TERM_SECONDS)
+        self._leave_out()  # one that is just being forked may hold the other end for longer
+        self._socket.close()
+        _remove_empty(self.log)
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    template: _Template
+    stdin: int
+    log: Path
+    pid: int | None = None
+    """None: the template has yet to fork it."""
+    returncode: int | None = None
+    writer: threading.Thread | None = None
+
+    def number(self) -> int | None:
+        """Its pid, waited for; None if it has never been there."""
+        while self.pid is None and self.returncode is None:
+            self.template.look(seconds=_TERM_SECONDS)
+        return self.pid
+
+    def ended(self) -> bool:
+        """Whether it has ended; if so, what it started and left behind has, too."""
+        self.template.look()
+        if self.returncode is None and self.pid is not None:
+            try:
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return False
+                # Before it is reaped: until then no other process can have its number.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signals.SIGKILL)
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            except ChildProcessError:  # somebody else in this process waits for all children there are
+                self.returncode = 1
+        if self.returncode is not None:
+            self.close_stdin()
+        return self.returncode is not None
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        pid = self.number()
+        if pid is not None and self.returncode is None:  # not reaped yet, so that the number is its own
+            os.kill(pid, number)
+
+    def tell(self, line: bytes) -> None:
+        """Hand over its assignment without waiting for it; if it has died, that shows when it is reaped."""
+        if len(line) <= _PIPE_BYTES:
+            self._write(line)
+        else:
+            self.writer = threading.Thread(target=self._write, args=(line,), daemon=True)
+            self.writer.start()
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            while line:
+                line = line[os.write(self.stdin, line) :]
+
+    def close_stdin(self) -> None:
+        if self.writer is not None and self.returncode is None and self.writer.is_alive():
+            return  # it does not read: it takes a signal to end it
+        if self.writer is not None:
+            self.writer.join()
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
+
+
+class LocalLauncher:
+    """Starts, watches and ends processes. Calls must not overlap; they may come from any thread.
+
+    What a process prints goes to ``folder/logs/ROLE-SLOT-INCARNATION.log`` (until it has an assignment, to
+    ``ROLE-warm-N.log``), what is printed as modules are loaded, to ``ROLE-template.log``.
+
+    While one is open, the kernel gives this process the orphans among its descendants, which is how nodes
+    that a template forks become its children.
+
+    Args:
+        folder: the run's.
+        command: what runs a template; role and parent are appended.
+        environment: set for the processes, on top of this one's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str] = NODE_COMMAND,
+        environment: Mapping[str, str] = ONE_THREAD,
+    ) -> None:
+        self._logs = Path(folder) / "logs"
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._templates: dict[str, _Template] = {}
+        self._warm: dict[str, list[_Node]] = {}
+        self._running: dict[Peer, _Node] = {}
+        self._spawned = 0
+        # The kernel takes the end of the thread that started a process for the end of its parent: this
+        # one lives until ``close``.
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+
+    def warm(self, role: str) -> None:
+        """Start a process that has what this role needs and waits for the next ``start``."""
+        self._warm.setdefault(role, []).append(self._spawn(role))
+
+    def start(self, assignment: Assignment) -> None:
+        """Give a warm process its assignment, the one that has waited for longest; without one, start one.
+
+        Returns at once: that it came up shows when it speaks, that it did not, in ``exited``.
+        """
+        peer = assignment.me
+        if peer in self._running:
+            raise ConfigError(
+                f"{peer}, incarnation {peer.incarnation}, runs: start it as the next incarnation"
+            )
+        process = self._take_warm(peer.role) or self._spawn(peer.role)
+        self._running[peer] = process
+        process.log = _rename(process.log, f"{peer.role}-{peer.slot}-{peer.incarnation}")
+        process.tell(msgspec.json.encode(assignment) + b"\n")
+
+    def exited(self) -> list[tuple[Peer, int]]:
+        """Who has ended since this was last asked, with the exit code, or minus the signal."""
+        ended = [(peer, process) for peer, process in self._running.items() if process.ended()]
+        for peer, _ in ended:
+            del self._running[peer]
+        return [(peer, process.returncode or 0) for peer, process in ended]
+
+    def signal(self, peer: Peer, number: int) -> None:
+        """Send a signal; one that has ended is left alone."""
+        process = self._running.get(peer)
+        if process is not None:
+            process.signal(number)
+
+    def pids(self) -> dict[Peer, int]:
+        """Of those that have an assignment and were not reported by ``exited``."""
+        found = {peer: process.number() for peer, process in self._running.items()}
+        return {peer: pid for peer, pid in found.items() if pid is not None}
+
+    def warm_pids(self, role: str) -> list[int]:
+        """Of those that wait for an assignment, in the order in which they get one."""
+        found = [process.number() for process in self._warm.get(role, [])]
+        return [pid for pid in found if pid is not None]
+
+    def template_pid(self, role: str) -> int:
+        """Of the process that forks those of a role that has been started."""
+        return self._templates[role].pid
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """End all processes: by the end of their input, then by SIGTERM, then by force. None is left.
+
+        Those that wait for an assignment have nothing to finish: they are killed. Closing twice does no harm.
+        Processes that ended by this are not reported.
+        """
+        for template in self._templates.values():
+            template.close()
+        waiting = [process for warm in self._warm.values() for process in warm]
+        for process in waiting:
+            process.signal(signals.SIGKILL)
+        processes = [*self._running.values(), *waiting]
+        for process in processes:
+            process.close_stdin()
+        left = _wait(processes, timeout_seconds)
+        for number, seconds in ((signals.SIGTERM, _TERM_SECONDS), (signals.SIGKILL, float("inf"))):
+            for process in left:
+                process.signal(number)
+            left = _wait(left, seconds)
+        for warm in self._warm.values():
+            for process in warm:
+                _remove_empty(process.log)
+        self._running.clear()
+        self._warm.clear()
+        if self._templates:
+            self._templates.clear()
+            _adopt(-1)
+        self._spawner.shutdown()
+
+    def __enter__(self) -> LocalLauncher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take_warm(self, role: str) -> _Node | None:
+        waiting = self._warm.get(role, [])
+        while waiting:
+            process = waiting.pop(0)
+            if not process.ended():
+                return process
+            _remove_empty(process.log)
+        return None
+
+    def _spawn(self, role: str) -> _Node:
+        self._spawned += 1
+        self._logs.mkdir(parents=True, exist_ok=True)
+        template = self._template(role)
+        read, write = os.pipe()
+        try:
+            node = _Node(template, write, self._logs / f"{role}-warm-{self._spawned}.log")
+            template.ask(node, read)
+        finally:
+            os.close(read)
+        return node
+
+    def _template(self, role: str) -> _Template:
+        """The role's; another if it has ended, whyever."""
+        template = self._templates.get(role)
+        if template is not None and not template.ended():
+            return template
+        if template is not None:
+            template.close()
+        elif not self._templates:
+            _adopt(1)
+        command = [*self._command, role, str(os.getpid())]
+        environment = {**os.environ, **self._environment}
+        log = self._logs / f"{role}-template.log"
+        made = self._spawner.submit(_Template, command, environment, log).result()
+        self._templates[role] = made
+        return made
+
+
+_adopting = threading.Lock()
+_adopters = 0
+
+
+def _adopt(change: int) -> None:
+    """Count launchers that are open: while there are any, this process gets orphaned descendants."""
+    global _adopters  # noqa: PLW0603 (the kernel has one such flag for the process)
+    with _adopting:
+        _adopters += change
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(_adopters > 0), 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "this process cannot become a subreaper")
+
+
+def _rename(log: Path, name: str) -> Path:
+    """Give a log its name; the process goes on writing to it. An earlier run's is kept."""
+    target, number = log.with_name(f"{name}.log"), 1
+    while target.exists():
+        number += 1
+        target = log.with_name(f"{name}.{number}.log")
+    return log.rename(target)
+
+
+def _remove_empty(log: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if log.stat().st_size == 0:
+            log.unlink()
+
+
+def _wait(processes: Sequence[_Node], seconds: float) -> list[_Node]:
+    """Those that have not ended after so long."""
+    deadline = time.monotonic() + seconds
+    left = [process for process in processes if not process.ended()]
+    while left and time.monotonic() < deadline:
+        time.sleep(_WAIT_SECONDS)
+        left = [process for process in left if not process.ended()]
+    return left

@@ -1,0 +1,213 @@
+"""A process of a job, and the template that it is a copy of.
+
+What a role needs takes seconds to load (torch, numba), so one process of each role does that, the template,
+and forks itself whenever the launcher asks for a node. Nodes are the launcher's children, not the
+template's: they outlive it. Each waits to be told who it is, one line of JSON on standard input
+(``Assignment``), and runs; when standard input ends, whoever started it is gone, and it ends, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Final, NoReturn
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.keys import Keys
+from holdfast.errors import ConfigError
+
+MODULES: Final[Mapping[str, str]] = {
+    "server": "holdfast.cluster.server.process",
+    "worker": "holdfast.cluster.worker.process",
+    "supervisor": "holdfast.cluster.supervisor.process",
+}
+"""Where each role's ``run(assignment)`` is. If there is a ``load()``, the template calls it before it forks
+for the first time; ``prepare()``, when nothing has been asked of it for a while."""
+_STDIN: Final = 0
+_OUTPUTS: Final = (1, 2)
+_PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
+_IDLE_SECONDS: Final = 3.0
+"""Before that, those that have just started need the processors."""
+
+
+class Assignment(Struct, frozen=True, kw_only=True):
+    """Who a process is to be."""
+
+    me: Peer
+    plan: JobPlan
+    supervisor: str
+    """The supervisor's endpoint; "" for the first supervisor itself."""
+    folder: str
+    """The run's folder."""
+    bind: str = ""
+    """Where nodes listen: "ipc://" and the folder of their sockets, or a TCP address without a port."""
+    keys: Keys | None = None
+    """Of this node; None: the kernel keeps strangers from the sockets."""
+    faults: tuple[str, ...] = ()
+    """Where to end the process by force (see ``faults``)."""
+    chaos: str = ""
+    """The folder with which ``holdfast chaos`` breaks links and learns what was acknowledged; "" for none."""
+
+
+def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
+    """Be a template: ``ROLE LAUNCHER`` are the arguments, the latter the process that asks and whose end ends
+    this one; standard input is a socket to it (``SOCK_SEQPACKET``).
+
+    A request is one byte with two open files, the node's standard input and its log; the answer is the
+    node's number. An exception ends the process with code 1, its traceback goes to standard error.
+    """
+    code = 1
+    try:
+        gc.disable()  # while modules are loaded, which stay
+        faulthandler.enable()
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # killed: nothing is flushed
+        role = sys.argv[1] if len(sys.argv) > 1 else ""
+        if role not in modules:
+            raise ConfigError(f"the role is {role!r}: expected one of {', '.join(modules)}")
+        launcher = int(sys.argv[2])
+        _end_with(launcher)
+        module = importlib.import_module(modules[role])
+        _call(module, "load")
+        _fork_on_request(module, lambda: _be_a_node(role, module, launcher))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    _end(code)
+
+
+def _fork_on_request(module: ModuleType, node: Callable[[], NoReturn]) -> None:
+    """Until the launcher closes its end."""
+    with socket.socket(fileno=_STDIN) as requests:
+        prepared = False
+        while True:
+            if not prepared and not select.select([requests], [], [], _IDLE_SECONDS)[0]:
+                _call(module, "prepare")
+                prepared = True
+            request, handles, _, _ = socket.recv_fds(requests, 1, 2)
+            if not request:
+                return
+            number = _fork(handles, node)
+            for handle in handles:
+                os.close(handle)
+            requests.send(str(number).encode())
+
+
+def _fork(handles: list[int], node: Callable[[], NoReturn]) -> int:
+    """Fork twice: a process whose parent ends at once goes to the launcher (see ``LocalLauncher``)."""
+    read, write = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            parent = os.getpid()
+            number = os.fork()
+            if number == 0:
+                for handle, ours in zip(
+                    (handles[0], handles[1], handles[1]), (_STDIN, *_OUTPUTS), strict=True
+                ):
+                    os.dup2(handle, ours)
+                for handle in (*handles, read, write):
+                    os.close(handle)
+                while os.getppid() == parent:
+                    time.sleep(0.001)
+                node()
+            os.write(write, str(number).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(between, 0)
+    answer = os.read(read, 32)
+    os.close(read)
+    if not answer:
+        raise OSError("the system gave no further process")
+    return int(answer)
+
+
+def _be_a_node(role: str, module: ModuleType, launcher: int) -> NoReturn:
+    """The exit code is 0 when the role's ``run`` returns or standard input ends, 1 after an exception.
+    Threads that still run then do not keep the process."""
+    code = 1
+    try:
+        os.setsid()
+        _end_with(launcher)
+        line = _read_line()
+        if line:
+            threading.Thread(target=_watch_stdin, name="stdin", daemon=True).start()
+            assignment = msgspec.json.decode(line, type=Assignment)
+            if assignment.me.role != role:
+                raise ConfigError(f"a {role} process was told to be {assignment.me}: start one of that role")
+            _stay_on_processors(assignment)
+            module.run(assignment)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    _end(code)
+
+
+def _stay_on_processors(assignment: Assignment) -> None:
+    """Before there are threads: they inherit it."""
+    servers = set(assignment.plan.server_processors)
+    if servers and assignment.me.role == "server":
+        os.sched_setaffinity(0, servers)
+    elif servers and assignment.me.role == "worker":
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - servers)
+
+
+def _call(module: ModuleType, name: str) -> None:
+    """Call what a role loads by, if it does; what is there now stays, and is not looked at again."""
+    gc.disable()
+    getattr(module, name, lambda: None)()
+    gc.freeze()
+    gc.enable()
+
+
+def _end(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when ``parent`` ends, even while it is stopped."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os._exit(0)
+
+
+def _read_line() -> bytes:
+    """A line of standard input; empty if it ended first. Not read ahead: the rest is ``_watch_stdin``'s."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(_STDIN, 1 << 16)
+        if not data:
+            return b""
+        line += data
+    return bytes(line)
+
+
+def _watch_stdin() -> None:
+    while os.read(_STDIN, 1 << 16):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    # Not this module's own: what roles import is another copy of it, with another Assignment.
+    from holdfast.cluster.runtime.node import main as imported_main
+
+    imported_main()

@@ -1,0 +1,560 @@
+"""A job as whoever started it sees it: processes, the supervisor's reports, a result.
+
+``Runner.run`` is the main path. The process that calls it starts all others, starts those again that the
+supervisor asks for, and ends them; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.cluster.protocol.admission import Admission
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import (
+    Beat,
+    Evaluation,
+    Exit,
+    Happening,
+    Peer,
+    Role,
+    SaveFailure,
+    Status,
+    View,
+    ViewNumber,
+)
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.report.failures import Failures, ServerFailure, SpeedMeter, Speeds, lost_rows_path
+from holdfast.cluster.runtime.engines.base import Engine
+from holdfast.cluster.runtime.keys import JobKeys
+from holdfast.cluster.runtime.loop import flush
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.transport.address import LOCAL
+from holdfast.cluster.runtime.transport.private import private_folder
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
+from holdfast.cluster.saving.failures import SaveLedger, count, in_short
+from holdfast.cluster.supervisor.process import STATE_FILE
+from holdfast.cluster.supervisor.views import Durable
+from holdfast.cluster.supervisor.watch import SupervisorWatch
+from holdfast.errors import DataLoss, JobFailed, ServerLost, WorkerFailed
+from holdfast.events import EventLog
+from holdfast.options import Kill
+
+_POLL_SECONDS = 0.05
+_START_SECONDS = 60.0
+_MOST_SUPERVISORS = 10
+_LAST_WORDS_SECONDS = 2.0
+_FAILED_SECONDS = 0.5
+_SPARE_AFTER_SECONDS = 5.0
+"""Until then those that start need the processors themselves, and a short job is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What a job ends with."""
+
+    steps: int
+    """Batches that were trained on, each once."""
+    samples: int
+    train_seconds: float
+    """From when workers began to the end of the last step, with the tests between."""
+    samples_per_second: float
+    test: Evaluation
+    """The last one."""
+    tests: tuple[Evaluation, ...]
+    workers_replaced: int
+    """Workers that died and were replaced."""
+    bad_lines: int
+    """Lines of the data that were skipped; those that a worker skipped before it was replaced are missing."""
+    kills_missed: tuple[Kill, ...]
+    """Kills that were asked for and did not happen, as the job had ended by then."""
+    records: str
+    """A checksum over all servers' records: equal for equal jobs; "" if a server did not tell it in time."""
+    folder: Path
+    """The run's: its configuration, events and logs."""
+    interrupted: bool
+    """Whether it ended before its time."""
+    signal: int | None = None
+    """The signal that ended it then."""
+    versions: tuple[int, ...] = ()
+    """Checkpoints that were saved."""
+    save_failures: tuple[SaveFailure, ...] = ()
+    """Why others could not be, and how many: the job went on without them."""
+    unsaved: bool = False
+    """Whether the last one that was to be saved, at the end or before, was not."""
+    last_checkpoint: int | None = None
+    """The version that the job can go on from, this run's or an earlier one's; None: there is none."""
+    unsaved_steps: int = 0
+    """Batches that are not in it; all of them if there is none."""
+    losses: tuple[str, ...] = ()
+    """What was lost each time that more servers died than the code covers, and the job went back to its last
+    checkpoint."""
+
+    failures: tuple[ServerFailure, ...] = ()
+    """Each server that died, and how the job came back."""
+    speeds: Speeds | None = None
+    """Samples per second before, between and after; None if no server died."""
+    pls: float = 0.0
+    """The portion of lost samples of partial recovery: samples since the last save times the server's share
+    of the rows, summed over all servers that died, of all samples."""
+    parities_checked: int = 0
+    """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
+    parities_wrong: int = 0
+    """How often they did not agree."""
+    messages_dropped: int = 0
+    """Messages that came to processes which lived to the end, and did not count: damaged, malformed, or not
+    from who may send them."""
+
+    @property
+    def auc(self) -> float:
+        """On the test part, at the end."""
+        return self.test.auc
+
+    @property
+    def checkpoints_failed(self) -> int:
+        """Checkpoints that could not be saved."""
+        return count(self.save_failures)
+
+    @property
+    def servers_replaced(self) -> int:
+        """Servers that died and were replaced."""
+        return sum(failure.started_seconds is not None for failure in self.failures)
+
+
+class Launcher:
+    """The machine that starts what views ask for and says what has ended."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        template: Assignment,
+        faults: Mapping[int, Sequence[str]] | None = None,
+        keys: JobKeys | None = None,
+    ) -> None:
+        self.me = Peer("launcher")
+        self.admission = Admission(self.me, template.plan)
+        self.outbox: list[Envelope] = []
+        self.view = View(ViewNumber(), "starting")
+        self.status: Status | None = None
+        self.exited: list[Exit] = []
+        self.stopping = False
+        """Whether the job is to end before its time."""
+        self.started: list[Peer] = []
+        """Processes that were started; whoever takes note of them takes them out."""
+        self.holding = False
+        """Whether workers are to wait between two batches."""
+        self._faults = faults or {}
+        self._engine = engine
+        self._template = template
+        self._keys = keys
+        self._current: dict[tuple[str, int], Peer] = {}
+        self.silences: list[float] = []
+        """How long supervisors were silent that were killed for it; whoever takes note takes them out."""
+        self._watch = SupervisorWatch(template.plan.timing)
+        self._supervisors = 0
+        self._left_at: float | None = None  # the supervisor ended, with the job
+        self._died_at = 0
+        self._spares_at: dict[Role, float] | None = None
+        self._now = 0.0
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        """Take a view or a report."""
+        message = envelope.message
+        if not self.admission.admits(envelope):
+            return
+        self._watch.hear(now)
+        if isinstance(message, Status):
+            self.status = message
+        elif isinstance(message, View) and message.number > self.view.number:
+            self.view = message
+            for worker in message.workers:
+                self.start(Peer("worker", worker.slot, worker.incarnation))
+            for server in message.servers:
+                self.start(Peer("server", server.slot, server.incarnation))
+
+    def _keep_spares(self) -> None:
+        """Have one process of each kind wait, its imports behind it, for whoever dies next."""
+        if self._spares_at is None:
+            if self.view.phase != "running":
+                return
+            at = self._now + _SPARE_AFTER_SECONDS
+            self._spares_at = {"server": at, "worker": at}
+        for role in [role for role, at in self._spares_at.items() if self._now >= at]:
+            del self._spares_at[role]
+            self._engine.warm(role)
+
+    def tick(self, now: float) -> None:
+        """Say what has ended, again and again, and start the supervisor again if it is among it."""
+        self._now = now
+        self._keep_spares()
+        self._watch_supervisor(now)
+        for peer, code in self._engine.exited():
+            if peer.role == "supervisor" and self.view.phase != "stopping":
+                steps = self.status.steps if self.status is not None else 0
+                self._supervisors = self._supervisors + 1 if steps == self._died_at else 1
+                self._died_at = steps
+                if self._supervisors > _MOST_SUPERVISORS:
+                    raise JobFailed(
+                        f"the supervisor ended {self._supervisors} times without a batch in between: see its "
+                        "logs"
+                    )
+                self._engine.start(self._assignment(peer))
+                self._watch.start(now)
+                self.started.append(peer)
+            elif peer.role == "supervisor":
+                self._left_at = now
+            elif self._current.get((peer.role, peer.slot)) == peer:
+                self.exited.append(Exit(peer, code))
+        told = self.status is not None and (self.status.finished or self.status.failure is not None)
+        if self._left_at is not None and not told and now > self._left_at + _LAST_WORDS_SECONDS:
+            raise JobFailed(
+                "the supervisor died while the job was ending, before it could say how it ended: see its "
+                "logs; from a checkpoint, if it is saved, the job goes on and ends again"
+            )
+        state: Literal["done", "held", "ready"] = (
+            "done" if self.stopping else "held" if self.holding else "ready"
+        )
+        beat = Beat(state, self.view.number, exited=tuple(self.exited))
+        self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
+
+    def _watch_supervisor(self, now: float) -> None:
+        """End a supervisor that has fallen silent, as one that is stopped: like one that ended by itself, it
+        is started again."""
+        silent = self._watch.silence(now) if self._left_at is None else 0.0
+        if silent:
+            self.silences.append(silent)
+            self._engine.signal(self._template.me, signal.SIGKILL)
+            self._watch.start(now)
+
+    def start(self, peer: Peer) -> None:
+        """Fill a slot, if no process of this incarnation does; an older one is no longer wanted."""
+        key = peer.role, peer.slot
+        old = self._current.get(key)
+        if self.view.phase == "stopping" or (old is not None and old.incarnation >= peer.incarnation):
+            return
+        if old is not None:
+            self._engine.signal(old, signal.SIGKILL)
+            self.exited = [e for e in self.exited if e.peer != old]
+        self._current[key] = peer
+        self._engine.start(self._assignment(peer))
+        self.started.append(peer)
+        if old is not None and self._spares_at is not None:
+            self._spares_at.setdefault(peer.role, self._now + _SPARE_AFTER_SECONDS)
+
+    def kill(self, role: Role, slot: int) -> None:
+        """kill -9 whoever fills a slot."""
+        peer = self._current.get((role, slot))
+        if peer is not None:
+            self._engine.signal(peer, signal.SIGKILL)
+
+    def _assignment(self, peer: Peer) -> Assignment:
+        planned = self._faults.get(peer.slot, ()) if peer.role == "worker" else ()
+        mine = tuple(planned[peer.incarnation - 1 : peer.incarnation])
+        keys = self._keys.of(peer) if self._keys is not None else None
+        return msgspec.structs.replace(self._template, me=peer, faults=mine, keys=keys)
+
+
+@dataclass
+class Runner:
+    """Runs one job from start to end.
+
+    Args:
+        plan: the job's.
+        engine: where its processes run.
+        folder: the run's.
+        events: the run's log.
+        bind: where processes listen: "ipc", Unix sockets in a private folder, or a TCP address without a
+            port, with keys that are made for this run.
+        kills: processes to kill on the way.
+        faults: for workers, by slot: where each incarnation is ended by force (see ``faults``).
+        chaos: the folder through which links are broken (see ``transport.links``), "" for none.
+    """
+
+    plan: JobPlan
+    engine: Engine
+    folder: Path
+    events: EventLog
+    bind: str = LOCAL
+    kills: Sequence[Kill] = ()
+    faults: dict[int, Sequence[str]] = field(default_factory=dict)
+    chaos: str = ""
+    kills_left: tuple[Kill, ...] = field(default=(), init=False)
+    """Those of ``kills`` whose time had not come when the job ended."""
+    happened: list[Happening] = field(default_factory=list)
+    """What this process itself has seen happen."""
+    failures: Failures = field(default_factory=Failures)
+    """Servers that died, also in runs that this one goes on from."""
+    saves: SaveLedger = field(default_factory=SaveLedger)
+    """Checkpoints that could not be saved, likewise."""
+
+    def run(
+        self,
+        on_status: Callable[[Status], None] = lambda status: None,
+        stop_requested: Callable[[], bool] = lambda: False,
+        hold_requested: Callable[[], bool] = lambda: False,
+    ) -> JobResult:
+        """Run the job; while ``hold_requested`` says so, workers wait between two batches.
+
+        Raises JobFailed or what is under it when it cannot go on; no process is left behind.
+        """
+        with private_folder() if self.bind == LOCAL else contextlib.nullcontext() as folder:
+            try:
+                bind = self.bind if folder is None else f"ipc://{folder}"
+                result = self._run(bind, on_status, stop_requested, hold_requested)
+            except BaseException:
+                self.engine.close(_FAILED_SECONDS)
+                raise
+            self.engine.close()
+            return result
+
+    def _run(
+        self,
+        bind: str,
+        on_status: Callable[[Status], None],
+        stop_requested: Callable[[], bool],
+        hold_requested: Callable[[], bool],
+    ) -> JobResult:
+        keys = JobKeys(self.plan.servers, self.plan.workers) if self.bind != LOCAL else None
+        template = Assignment(
+            me=Peer("supervisor"),
+            plan=self.plan,
+            supervisor="",
+            folder=str(self.folder),
+            bind=bind,
+            keys=keys.of(Peer("supervisor")) if keys is not None else None,
+            chaos=self.chaos,
+        )
+        (self.folder / STATE_FILE).unlink(missing_ok=True)  # of a job that was here before
+        self.engine.start(template)
+        endpoint = self._wait_for_supervisor()
+        template = msgspec.structs.replace(template, supervisor=endpoint)
+        launcher = Launcher(self.engine, template, self.faults, keys)
+        mine = keys.of(launcher.me) if keys is not None else None
+        with ZmqTransport(launcher.me, self.plan.job, None, mine) as transport:
+            transport.connect("supervisor", 0, endpoint)
+            for slot in range(self.plan.servers):
+                launcher.start(Peer("server", slot, 1))
+            for slot in range(self.plan.workers):
+                launcher.start(Peer("worker", slot, 1))
+            launcher.started.clear()
+            self.say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
+            if self.plan.partial:
+                self.say("recovery_chosen", recovery=self.plan.partial, reason=self.plan.partial_reason)
+            return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
+
+    def _wait_for_supervisor(self) -> str:
+        """Where the supervisor listens: it says so in its file."""
+        path = self.folder / STATE_FILE
+        end = time.monotonic() + _START_SECONDS
+        while time.monotonic() < end:
+            if path.exists():
+                return msgspec.json.decode(path.read_bytes(), type=Durable).endpoint
+            for peer, code in self.engine.exited():
+                raise JobFailed(
+                    f"the {peer} ended with code {code} as it started: see its log in {self.folder}"
+                )
+            time.sleep(0.005)
+        raise JobFailed(f"the supervisor did not start within {_START_SECONDS:.0f} s")
+
+    def _watch(
+        self,
+        launcher: Launcher,
+        transport: ZmqTransport,
+        on_status: Callable[[Status], None],
+        stop_requested: Callable[[], bool],
+        hold_requested: Callable[[], bool],
+    ) -> JobResult:
+        before = self.plan.resume.samples if self.plan.resume else 0
+        clock, speeds = TrainingClock(before), SpeedMeter(before)
+        kills = list(self.kills)
+        self.kills_left = tuple(kills)
+        seen: Status | None = None
+        finished_at = None
+        while True:
+            launcher.stopping = launcher.stopping or stop_requested()
+            launcher.holding = hold_requested()
+            self._pass_time(launcher, transport)
+            status = launcher.status
+            if status is not None and status is not seen:
+                seen = status
+                clock.note(status)
+                self.failures.note(status.happened)
+                self.saves.note(status)
+                speeds.note(status.samples, degraded=status.degraded and bool(self.failures()))
+                on_status(self._with_happenings(status))
+                self._kill(kills, status, launcher)
+                if status.failure is not None:
+                    raise self._error(status)
+            if seen is not None and seen.finished:
+                finished_at = finished_at or time.monotonic()
+                records = _records(seen, self.plan.servers)
+                if records or time.monotonic() > finished_at + _LAST_WORDS_SECONDS:
+                    result = self._result(seen, clock, launcher.stopping, tuple(kills), records)
+                    return replace(result, speeds=speeds() if self.failures() else None)
+
+    def _pass_time(self, launcher: Launcher, transport: ZmqTransport) -> None:
+        launcher.tick(time.monotonic())
+        flush(launcher, transport)
+        for envelope in transport.poll(_POLL_SECONDS):
+            launcher.receive(envelope, time.monotonic())
+        pids = self.engine.pids() if launcher.started else {}
+        for peer in launcher.started:
+            self.say("process_started", **_process(peer, pids.get(peer, 0)))
+        launcher.started.clear()
+        for seconds in launcher.silences:
+            self.say("supervisor_lost", reason=f"sent no report for {seconds:.1f} s")
+        launcher.silences.clear()
+
+    def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
+        """Kill those whose time has come, and strike them off the list."""
+        for kill in [k for k in kills if status.steps >= k.step and not status.finished]:
+            kills.remove(kill)
+            self.kills_left = tuple(kills)
+            self.say("killed", role=kill.role, slot=kill.slot, step=status.steps)
+            launcher.kill(kill.role, kill.slot)
+
+    def say(self, event: str, **figures: Any) -> None:
+        """Log an event, and let those who watch hear of it."""
+        self.events.emit(event, **figures)
+        self.happened.append(Happening(time.time(), event, figures))
+
+    def _with_happenings(self, status: Status) -> Status:
+        happened = sorted([*status.happened, *self.happened], key=lambda happening: happening.at)
+        return msgspec.structs.replace(status, happened=tuple(happened))
+
+    def _result(
+        self, status: Status, clock: TrainingClock, interrupted: bool, kills: tuple[Kill, ...], records: str
+    ) -> JobResult:
+        seconds = clock.seconds()
+        return JobResult(
+            steps=status.steps,
+            samples=status.samples,
+            train_seconds=seconds,
+            samples_per_second=clock.samples() / seconds if seconds else 0.0,
+            test=status.tests[-1],
+            tests=status.tests,
+            workers_replaced=status.replaced,
+            bad_lines=sum(node.figures.bad_lines for node in status.nodes),
+            kills_missed=kills,
+            records=records,
+            folder=self.folder,
+            interrupted=interrupted,
+            versions=status.versions,
+            save_failures=self.saves(),
+            unsaved=self.saves.unsaved,
+            last_checkpoint=status.last_version or None,
+            unsaved_steps=status.steps - status.saved_steps,
+            failures=self.failures(),
+            pls=sum(failure.samples_lost * failure.went_back for failure in self.failures())
+            / max(1, status.samples * sum(group.rows for group in self.plan.groups[:-1])),
+            parities_checked=sum(node.redundancy.scrubbed for node in status.nodes),
+            parities_wrong=sum(node.redundancy.wrong for node in status.nodes),
+            messages_dropped=sum(node.figures.dropped for node in status.nodes),
+        )
+
+    def _error(self, status: Status) -> JobFailed:
+        assert status.failure is not None
+        kind, peer, text = status.failure
+        logs = self.folder / "logs"
+        if kind == "server":
+            rows = sum(n.figures.rows for n in status.nodes if n.peer == peer)
+            held = f"the {rows:,} rows that it held" if rows else "the rows that it was to hold"
+            return ServerLost(
+                f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
+                f"without them; {self._cure(status)} (logs: {logs})"
+            )
+        if kind in ("lost", "network", "stalled"):
+            why = f"more servers have died than a code of {self.plan.k} + {self.plan.r} covers"
+            if self.plan.partial:
+                why = self.plan.partial_reason if self.plan.partial == "full" else "no server is left"
+            if kind == "stalled":
+                why = "the job cannot go on with these processes"
+            if kind == "network":
+                why = "only workers had copies, and none that has computed with them is left"
+            lost = lost_rows_path(self.folder, peer, self.plan)
+            where = f", the rows found lost until then, perhaps not all: {lost}" if lost.exists() else ""
+            return DataLoss(
+                f"{peer} {text} after {status.steps:,} steps: {why}; {self._cure(status, by_itself=True)} "
+                f"(logs: {logs}{where})"
+            )
+        if kind == "worker":
+            return WorkerFailed(
+                f"{peer} {text}, for the {self.plan.most_deaths + 1}th time at the same batch: no other "
+                f"process will get further; its log in {logs} says more"
+            )
+        kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
+        return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
+
+    def _cure(self, status: Status, *, by_itself: bool = False) -> str:
+        """What is to be done when rows are lost, or is done by itself."""
+        version = status.last_version
+        if version and by_itself:
+            return f"the job goes back to its last checkpoint, version {version}"
+        if version:
+            return f"start it again, and it goes on from its last checkpoint, version {version}"
+        failed = self.saves()
+        if failed:
+            return (
+                f"none of its {count(failed):,} checkpoints could be saved ({in_short(failed)}): see to "
+                "that, and start it again"
+            )
+        if self.plan.saving is not None:
+            return "it had not saved a checkpoint yet: start it again, and lower checkpoint.every_steps"
+        return (
+            "set checkpoint.path and checkpoint.every_steps, so that it can start again from the last version"
+        )
+
+
+class TrainingClock:
+    """The time from when workers begin until the last batch counts, and the samples in it.
+
+    Between the first batch that counts and the last, a job of a few batches may have no time at all.
+
+    Args:
+        before: samples that counted before this job began.
+        clock: tells the time.
+    """
+
+    def __init__(self, before: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._before = self._samples = before
+        self._clock = clock
+        self._began = self._last = clock()
+        self._at_work = False
+
+    def note(self, status: Status) -> None:
+        """Take the next report."""
+        now = self._clock()
+        counted = status.samples > self._before
+        if not self._at_work:
+            # That a worker is at work is reported at once; if not, it began behind the report before.
+            self._began = self._last if counted else now
+            states = (node.state for node in status.nodes if node.peer.role == "worker")
+            self._at_work = counted or "working" in states
+        if status.samples != self._samples or not self._at_work:
+            self._last, self._samples = now, status.samples
+
+    def seconds(self) -> float:
+        """That training took."""
+        return self._last - self._began if self.samples() else 0.0
+
+    def samples(self) -> int:
+        """Of that time."""
+        return self._samples - self._before
+
+
+def _process(peer: Peer, pid: int) -> dict[str, Any]:
+    return {"role": peer.role, "slot": peer.slot, "incarnation": peer.incarnation, "pid": pid}
+
+
+def _records(status: Status, servers: int) -> str:
+    """One checksum of all servers' records; "" while one has not told its own."""
+    digests = [n.figures.digest for n in status.nodes if n.peer.role == "server" and n.figures.digest]
+    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest() * (len(digests) == servers)

@@ -1,0 +1,98 @@
+"""Links between real processes that are cut or slow, so that what they do then can be seen.
+
+Whoever breaks links (``holdfast chaos``) writes to a small file, a table of who hears whom, and every process
+of the job has it mapped into its memory: a cut counts from the next message on. Its path comes with an
+assignment and nowhere else; a job that nobody asked to break has no such file, and pays nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Peer
+
+MOST_SLOTS: Final = 64
+"""Of a role."""
+_FIRST: Final = {"supervisor": 0, "launcher": 1, "server": 2, "worker": 2 + MOST_SLOTS}
+_NODES: Final = 2 + 2 * MOST_SLOTS
+_CUT_UNTIL, _SLOW_UNTIL, _DELAY = range(3)
+
+
+class Links:
+    """The table; times are those of ``time.monotonic``, which all processes of a machine share."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        shape = (_NODES, _NODES, 3)
+        self._table = np.memmap(path, np.float64, "w+" if create else "r+", shape=shape)
+
+    def cut(self, one: Peer, other: Peer, until: float, *, one_way: bool = False) -> None:
+        """Neither hears the other until then, whoever fills their slots; if one way, the first is heard by
+        the other no more."""
+        for a, b in ((one, other),) if one_way else ((one, other), (other, one)):
+            self._table[_index(a), _index(b), _CUT_UNTIL] = until
+
+    def slow(self, one: Peer, until: float, delay_seconds: float) -> None:
+        """Whatever it says or hears until then is up to so late, and out of order."""
+        node = _index(one)
+        for part in (self._table[node], self._table[:, node]):
+            part[:, _SLOW_UNTIL] = until
+            part[:, _DELAY] = delay_seconds
+
+    def slow_link(self, source: Peer, target: Peer, until: float, delay_seconds: float) -> None:
+        """Whatever one says to the other until then is up to so late, and out of order."""
+        self._table[_index(source), _index(target), _SLOW_UNTIL:] = until, delay_seconds
+
+    def mend(self) -> None:
+        """All links are whole again."""
+        self._table[:] = 0.0
+
+    def state(self, source: Peer, target: Peer) -> tuple[float, float, float]:
+        """Until when a link is cut, until when it is slow, and by how much."""
+        cut, slow, delay = self._table[_index(source), _index(target)]
+        return float(cut), float(slow), float(delay)
+
+
+class Reception:
+    """What one node hears over such links."""
+
+    def __init__(self, me: Peer, links: Links) -> None:
+        self.dropped = 0
+        self._me, self._links = me, links
+        self._late: list[tuple[float, int, Envelope]] = []
+        self._numbers = itertools.count()
+
+    def wait(self, timeout_seconds: float) -> float:
+        """How long to wait for messages: no longer than until the next one that is late is due."""
+        if not self._late:
+            return timeout_seconds
+        return max(0.0, min(timeout_seconds, self._late[0][0] - time.monotonic()))
+
+    def hear(self, envelopes: Sequence[Envelope]) -> list[Envelope]:
+        """What is heard now, of these and of those that were late."""
+        now = time.monotonic()
+        heard = []
+        for envelope in envelopes:
+            cut, slow, delay = self._links.state(envelope.source, self._me)
+            if now < cut:
+                self.dropped += 1
+            elif now < slow:
+                due = now + random.uniform(0, delay)
+                heapq.heappush(self._late, (due, next(self._numbers), envelope))
+            else:
+                heard.append(envelope)
+        while self._late and self._late[0][0] <= now:
+            heard.append(heapq.heappop(self._late)[2])
+        return heard
+
+
+def _index(peer: Peer) -> int:
+    return _FIRST[peer.role] + min(max(peer.slot, 0), MOST_SLOTS - 1)

@@ -1,0 +1,214 @@
+"""A network in memory on virtual time: it loses, repeats, delays and reorders messages as a seed says.
+
+One thread runs everything, in the order of virtual time; the same seed gives the same schedule, to the last
+message.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.cluster.protocol.envelope import Envelope, Node
+from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.wire import Header, decode, encode
+from holdfast.cluster.runtime.transport.packing import pack, unpack
+
+TICK_SECONDS = 0.08
+_ENCODED = 8
+"""Every so manieth message goes through bytes, as on a real wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """How bad the network is."""
+
+    loss: float = 0.0
+    """Share of the messages that are lost."""
+    duplication: float = 0.0
+    """Share that arrives twice."""
+    delay_seconds: float = 0.001
+    """How long a message takes on average; each takes its own time, so they overtake each other."""
+    ordered: bool = False
+    """Whether messages of one node to another keep their order."""
+    damage: float = 0.0
+    """Share of the messages of which a bit is flipped on the way."""
+
+
+CALM = Weather()
+
+
+@dataclass
+class Network:
+    """Nodes, the messages between them, and the time.
+
+    ``run`` is the main path: the earliest thing that is to happen happens, until the condition holds.
+    """
+
+    seed: int
+    weather: Weather = CALM
+    now: float = 0.0
+    nodes: dict[Peer, Node] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    """What happened to messages: sent, lost, repeated, damaged, cut, undeliverable, without a route."""
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = 0
+        self._paused: dict[Peer, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self._cut: dict[_Link, float] = {}
+        self._slow: dict[_Link, tuple[float, float]] = {}
+        self._last: dict[tuple[Peer, Peer], float] = {}
+        self._routes: set[tuple[Peer, Peer]] = set()
+
+    def add(self, node: Node) -> None:
+        """A node comes to life."""
+        self.nodes[node.me] = node
+        self.at(self.now, self._tick, node)
+
+    def kill(self, peer: Peer) -> None:
+        """A node is gone at once, with all that it wanted to send."""
+        self.nodes.pop(peer, None)
+        self._paused.pop(peer, None)
+
+    def pause(self, peer: Peer, seconds: float = math.inf) -> None:
+        """A node stops and goes on later, with everything that was sent to it meanwhile; or never."""
+        if peer in self.nodes and peer not in self._paused:
+            self._paused[peer] = []
+            if seconds < math.inf:
+                self.at(self.now + seconds, self._resume, peer)
+
+    def cut_link(self, a: Peer, b: Peer, seconds: float = math.inf, *, one_way: bool = False) -> None:
+        """Nothing gets through from one slot to another for a while, or ever; nor back, unless one way."""
+        for link in (_link(a, b),) if one_way else (_link(a, b), _link(b, a)):
+            self._cut[link] = max(self.now + seconds, self._cut.get(link, 0.0))
+
+    def is_cut(self, a: Peer, b: Peer) -> bool:
+        """Whether a message from one slot to another is lost, or one back."""
+        return any(self.now < self._cut.get(link, 0.0) for link in (_link(a, b), _link(b, a)))
+
+    def slow_link(self, a: Peer, b: Peer, delay_seconds: float, seconds: float) -> None:
+        """Messages between two slots are late for a while, each up to so much."""
+        for link in (_link(a, b), _link(b, a)):
+            self._slow[link] = self.now + seconds, delay_seconds
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Let something happen at a time."""
+        self._numbers += 1
+        heapq.heappush(self._queue, (time, self._numbers, action, arguments))
+
+    def run(self, until: Callable[[], bool], most_seconds: float = 3600.0, *, every: int = 1) -> bool:
+        """Let time pass until the condition holds; False if it does not within so many seconds.
+
+        The condition is looked at after ``every`` so many things that happen.
+        """
+        end = self.now + most_seconds
+        queue, pop = self._queue, heapq.heappop
+        while not until():
+            for _ in range(every):
+                if not queue or queue[0][0] > end:
+                    return False
+                self.now, _, action, arguments = pop(queue)
+                action(*arguments)
+        return True
+
+    def flush(self, node: Node) -> None:
+        """Send what a node wants to send."""
+        envelopes = node.outbox[:]
+        node.outbox.clear()
+        for envelope in envelopes:
+            self._send(envelope)
+
+    def _send(self, envelope: Envelope) -> None:
+        counts, weather, chance = self.counts, self.weather, self.random.random
+        source, target = envelope.source, envelope.target
+        counts["sent"] += 1
+        if source.role == "worker":
+            self._routes.add((target, source))  # they connect, even if what is said is lost
+        elif target.role == "worker" and source.role == "server" and (source, target) not in self._routes:
+            counts["without a route"] += 1  # workers connect to servers, who have no way to them before that
+            return
+        late = 0.0
+        if self._cut or self._slow:
+            link = _link(source, target)
+            if self.now < self._cut.get(link, 0.0):
+                counts["cut"] += 1
+                return
+            until, delay = self._slow.get(link, (0.0, 0.0))
+            late = chance() * delay if self.now < until else 0.0
+        copies = 1
+        if chance() < weather.loss:
+            counts["lost"] += 1
+            return
+        if chance() < weather.duplication:
+            copies = 2
+            counts["repeated"] += 1
+        if weather.damage and chance() < weather.damage:
+            self._damage(envelope)
+            return
+        for _ in range(copies):
+            time = self.now + late - math.log(1.0 - chance()) * weather.delay_seconds
+            if weather.ordered:
+                pair = source, target
+                time = self._last[pair] = max(time, self._last.get(pair, 0.0))
+            self._numbers += 1
+            heapq.heappush(self._queue, (time, self._numbers, self._deliver, (envelope,)))
+
+    def _damage(self, envelope: Envelope) -> None:
+        """Flip a bit of a message, as it is on a wire: whoever receives it must notice, and drop it."""
+        parts = [bytearray(part) for part in pack("", envelope)]
+        part = self.random.choice([part for part in parts if part])
+        part[self.random.randrange(len(part))] ^= 1 << self.random.randrange(8)
+        try:
+            unpack([bytes(part) for part in parts], 1 << 20)
+        except ValueError:
+            self.counts["damaged"] += 1
+        else:
+            raise AssertionError(f"a damaged {type(envelope.message).__name__} was taken")
+
+    def _deliver(self, envelope: Envelope) -> None:
+        node = self.nodes.get(envelope.target)
+        if node is None:
+            self.counts["undeliverable"] += 1
+            return
+        if self._paused and envelope.target in self._paused:
+            self._paused[envelope.target].append((self._deliver, (envelope,)))
+            return
+        if self._numbers % _ENCODED == 0:  # what a real wire does to a message
+            header = decode(encode(Header("", envelope.source, envelope.target, envelope.message)))
+            envelope = Envelope(header.source, header.target, header.message, envelope.frames)
+        node.receive(envelope, self.now)
+        if node.outbox:
+            self.flush(node)
+
+    def _tick(self, node: Node) -> None:
+        if self.nodes.get(node.me) is not node:
+            return
+        if self._paused and node.me in self._paused:
+            self._paused[node.me].append((self._tick, (node,)))
+            return
+        node.tick(self.now)
+        if node.outbox:
+            self.flush(node)
+        self.at(self.now + TICK_SECONDS, self._tick, node)
+
+    def paused(self, peer: Peer) -> bool:
+        """Whether a node stands still."""
+        return peer in self._paused
+
+    def _resume(self, peer: Peer) -> None:
+        for action, arguments in self._paused.pop(peer, []):
+            self.at(self.now, action, *arguments)
+
+
+_Link = tuple[str, int, str, int]
+
+
+def _link(source: Peer, target: Peer) -> _Link:
+    return source.role, source.slot, target.role, target.slot

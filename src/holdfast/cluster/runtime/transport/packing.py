@@ -1,0 +1,99 @@
+"""A message as the parts that go over a wire, and back: with a checksum, and cut where parts must be small.
+
+The first part begins with a checksum over everything behind it and the length of the header; the header says
+how many bytes each array has. A message that was damaged on its way is dropped before anything of it is
+used, and counts as one that was lost: whoever sent it sends it again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import xxhash
+
+from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.wire import Header, decode, encode
+
+Piece = bytes | memoryview
+_PREFIX: Final = struct.Struct("<QI")  # xxh3 over all that follows, bytes of the header
+
+
+class Damaged(ValueError):
+    """The checksum does not match: not what was sent."""
+
+
+def pack(job: str, envelope: Envelope, most_bytes: int = 1 << 31) -> list[Piece]:
+    """The parts of a message, none of them above ``most_bytes``. Arrays are not copied."""
+    frames = [_flat(frame) for frame in envelope.frames]
+    sizes = tuple(frame.nbytes for frame in frames)
+    header = encode(Header(job, envelope.source, envelope.target, envelope.message, sizes))
+    checksum = xxhash.xxh3_64(header)
+    for frame in frames:
+        checksum.update(frame)
+    first = _PREFIX.pack(checksum.intdigest(), len(header)) + header
+    if len(first) <= most_bytes and max(sizes, default=0) <= most_bytes:
+        return [first, *frames]
+    return [piece for frame in (memoryview(first), *frames) for piece in _cut(frame, most_bytes)]
+
+
+def unpack(parts: Sequence[Piece], max_header_bytes: int) -> tuple[Header, list[Frame]]:
+    """The header and the arrays of a message. Arrays that came in one part are not copied.
+
+    Raises Damaged if the checksum does not match, and another ValueError if it is no message at all.
+    """
+    first = memoryview(parts[0])
+    if len(first) < _PREFIX.size:
+        raise ValueError(f"a first part of {len(first)} bytes: expected {_PREFIX.size} or more")
+    expected, length = _PREFIX.unpack_from(first)
+    rest = iter(parts[1:])
+    if length > max_header_bytes:
+        raise ValueError(f"a header of {length} bytes: expected at most {max_header_bytes}")
+    header = _join(first[_PREFIX.size :], length, rest)
+    arrays = list(rest)
+    checksum = xxhash.xxh3_64(header)
+    for part in arrays:
+        checksum.update(part)
+    if checksum.intdigest() != expected:
+        raise Damaged(f"checksum mismatch (expected {expected:016x}, got {checksum.intdigest():016x})")
+    decoded = decode(header)
+    if len(decoded.sizes) == len(arrays) and all(map(_has_size, arrays, decoded.sizes)):
+        return decoded, list(arrays)
+    left = iter(arrays)
+    frames: list[Frame] = [_join(next(left, b""), size, left) for size in decoded.sizes]
+    if next(left, None) is not None:
+        raise ValueError("parts that belong to no array")
+    return decoded, frames
+
+
+def _has_size(part: Piece, size: int) -> bool:
+    return len(part) == size
+
+
+def _join(first: Piece, size: int, rest: Iterator[Piece]) -> Piece:
+    """So many bytes: ``first``, and as many of the following parts as it takes."""
+    if len(first) == size:
+        return first
+    pieces, found = [first], len(first)
+    while found < size and (piece := next(rest, None)) is not None:
+        pieces.append(piece)
+        found += len(piece)
+    if found != size:
+        raise ValueError(f"an array of {size} bytes in parts of {found}")
+    return memoryview(b"".join(pieces))
+
+
+def _cut(frame: Piece, most_bytes: int) -> Iterator[Piece]:
+    view = memoryview(frame)
+    if view.nbytes <= most_bytes:
+        yield view
+        return
+    view = view.cast("B")
+    for start in range(0, len(view), most_bytes):
+        yield view[start : start + most_bytes]
+
+
+def _flat(frame: Frame) -> memoryview[Any]:
+    view: memoryview[Any] = memoryview(frame)  # type: ignore[arg-type]  # NumPy says so from 3.12 on
+    return view if view.c_contiguous else memoryview(view.tobytes())

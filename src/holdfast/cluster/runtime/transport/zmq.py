@@ -1,0 +1,397 @@
+"""Messages between processes and machines over ZeroMQ.
+
+A node that listens has a ROUTER; to each peer that listens a node opens a DEALER. A ROUTER answers a peer
+where it last heard from it, so that workers need no port. A message is its header and its arrays, one
+frame each.
+
+Bytes from outside are checked before they are used, never executed, and never raise: what is no message of
+this job for this node, or not what was sent, is dropped and counted. A node listens on a Unix socket in a
+folder that only its user can enter (``private``), or on TCP with keys: then every connection is encrypted,
+only members of the job get through the handshake (``door``), and none is believed to be another.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Peer, Role
+from holdfast.cluster.runtime.keys import Keys, Name
+from holdfast.cluster.runtime.transport.address import check_reachable, listen_address
+from holdfast.cluster.runtime.transport.door import Door
+from holdfast.cluster.runtime.transport.links import Links, Reception
+from holdfast.cluster.runtime.transport.packing import Damaged, Piece, pack, unpack
+from holdfast.errors import ConfigError
+
+COPY_BELOW_BYTES: Final = 512 << 10
+"""Smaller frames are copied when they are sent: that is quicker than to keep track of them, for which a
+thread of pyzmq's wakes up with every frame that has left."""
+_ALIGN_BELOW_BYTES: Final = 16 << 10
+"""Smaller frames are copied when they come in: ZeroMQ packs frames of up to 8 KB into one buffer, at any
+offset, and an array there would not be aligned."""
+_TCP_PART_BYTES: Final = 64 << 10
+"""Larger arrays are cut on TCP: a peer that has not proved who it is can have one part waiting, no more. It
+costs nothing beside encrypting them."""
+_TCP_OVERHEAD_BYTES: Final = 1 << 10
+"""That encryption adds to a part, at most."""
+_HANDSHAKE_MILLISECONDS: Final = 5_000
+_POLL_MESSAGES: Final = 1024
+"""At most so many from one socket at a time, or a flood would keep ``poll`` from returning."""
+_KNOWN_PEERS: Final = 16384
+"""Routes that a ROUTER remembers; a peer whose route is forgotten is known again when it speaks."""
+# Plain numbers: those of zmq are enums, and each operation on one costs a microsecond.
+_NOW: Final = int(zmq.DONTWAIT)
+_NOW_AND_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+_FILE: Final = int(zmq.SRCFD)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a node takes from others, and what it keeps for them.
+
+    Args:
+        max_header_bytes: of a message's first frame.
+        max_frames: arrays of one message.
+        max_message_bytes: of all its frames. A single part above what the wire takes (on TCP 64 KB, else
+            this) is not even read: its connection is closed.
+        max_queued: messages that wait for one peer; further ones are dropped until it takes some.
+    """
+
+    max_header_bytes: int = 1 << 20
+    max_frames: int = 1024
+    max_message_bytes: int = 256 << 20
+    max_queued: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_header_bytes", "max_frames", "max_message_bytes", "max_queued"):
+            if not 1 <= getattr(self, name) < 1 << 31:
+                raise ConfigError(f"Limits: {name} is {getattr(self, name)}: expected 1 to 2147483647")
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has gone through a transport, and what has not."""
+
+    sent: int = 0
+    sent_bytes: int = 0
+    received: int = 0
+    received_bytes: int = 0
+    malformed: int = 0
+    """Came in and was no message, or above the limits."""
+    damaged: int = 0
+    """Came in with a checksum that does not match."""
+    impostors: int = 0
+    """Came in from a node that claimed to be another than its connection proves."""
+    other_job: int = 0
+    """Came in from another job."""
+    misdirected: int = 0
+    """Came in for another role or slot."""
+    unroutable: int = 0
+    """Not sent: nothing leads to that peer (any more)."""
+    full: int = 0
+    """Not sent: too much waits for that peer already."""
+    refused: int = 0
+    """Connections that failed the handshake: no key, a key that is not allowed, not ZeroMQ at all."""
+    shed: int = 0
+    """Connections that were closed since too many had not proved who they are."""
+
+    @property
+    def dropped(self) -> int:
+        """Messages that came in and were not passed on."""
+        return self.malformed + self.damaged + self.impostors + self.other_job + self.misdirected
+
+
+class ZmqTransport:
+    """One node's sockets. Calls must not overlap, except that of ``wake``.
+
+    Args:
+        me: this node: only messages for its role and slot come through.
+        job: the job's name: only its messages come through.
+        bind: where to listen: "ipc:///a/path" in a folder of mode 0700, or with keys "tcp://127.0.0.1" (on a
+            free port), "tcp://127.0.0.1:4000"; None for a node that others need not reach by themselves.
+        keys: of this node; TCP takes them.
+        limits: of messages.
+        links: which of them are broken on purpose; None: none is.
+
+    Attributes:
+        endpoint: where it really listens; "" if it does not.
+        counters: of what came and went.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        job: str,
+        bind: str | None,
+        keys: Keys | None = None,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        links: Links | None = None,
+    ) -> None:
+        self.me = me
+        self.endpoint = ""
+        self.counters = Counters()
+        self._job = job
+        self._keys = keys
+        self._limits = limits
+        self._reception = Reception(me, links) if links is not None else None
+        # Its own context: ZeroMQ asks one authenticator in each context who may connect.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._router: zmq.Socket[bytes] | None = None
+        self._door: Door | None = None
+        self._routes: dict[Peer, bytes] = {}
+        self._dealers: dict[Name, tuple[str, zmq.Socket[bytes]]] = {}
+        self._names: dict[zmq.Socket[bytes], str] = {}
+        """Who is at the other end of a DEALER."""
+        self._part_bytes = limits.max_message_bytes if keys is None else _TCP_PART_BYTES
+        self._max_parts = 1 + limits.max_frames + limits.max_message_bytes // self._part_bytes
+        if bind is not None:
+            try:
+                self._listen(listen_address(bind, encrypted=keys is not None))
+            except BaseException:
+                self.close(0.0)
+                raise
+
+    def connect(self, role: Role, slot: int, endpoint: str) -> None:
+        """From now on what is sent to this role and slot goes to ``endpoint``; what still waited is dropped.
+
+        Returns at once: there need be nobody yet, messages wait. The same endpoint again changes nothing.
+        """
+        known = self._dealers.get((role, slot))
+        if known is not None and known[0] == endpoint:
+            return
+        check_reachable(endpoint, encrypted=self._keys is not None)
+        server_key = None if self._keys is None else self._keys.public_of(role, slot)
+        dealer = self._socket(zmq.DEALER)
+        # Messages wait while the connection is made, up to max_queued (no IMMEDIATE): otherwise the first
+        # one to every peer would be lost, and cost a retry. To a peer that is gone they wait until its
+        # replacement has another endpoint.
+        dealer.ipv6 = "[" in endpoint
+        dealer.reconnect_ivl = 20
+        dealer.reconnect_ivl_max = 1000
+        if self._keys is not None and server_key is not None:
+            dealer.curve_publickey = self._keys.public.encode()
+            dealer.curve_secretkey = self._keys.secret.encode()
+            dealer.curve_serverkey = server_key.encode()
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError as error:
+            dealer.close(0)
+            raise ConfigError(
+                f"{role} {slot} cannot be at {endpoint!r} ({error}): expected an address such as "
+                "tcp://127.0.0.1:4000"
+            ) from None
+        if known is not None:
+            self._poller.unregister(known[1])
+            del self._names[known[1]]
+            known[1].close(0)
+        self._dealers[role, slot] = (endpoint, dealer)
+        self._names[dealer] = f"{role} {slot}"
+        self._poller.register(dealer, zmq.POLLIN)
+
+    def send(self, envelope: Envelope) -> bool:
+        """Hand a message over; it never waits. False: it was dropped (and counted), the peer is out of reach.
+
+        True does not mean that it arrives. Arrays from ``COPY_BELOW_BYTES`` on are not copied, and nobody
+        knows when they have left: they must not be changed after this call.
+        """
+        parts = pack(self._job, envelope, self._part_bytes)
+        size = sum(map(_bytes_of, parts))
+        self._check_size(envelope, size)
+        known = self._dealers.get((envelope.target.role, envelope.target.slot))
+        try:
+            if known is not None:
+                _send_all(known[1], parts)
+            elif self._router is not None and envelope.target in self._routes:
+                self._router.send(self._routes[envelope.target], _NOW_AND_MORE)
+                _send_all(self._router, parts)
+            else:
+                self.counters.unroutable += 1
+                return False
+        except zmq.Again:
+            self.counters.full += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            del self._routes[envelope.target]  # its connection is gone; it is known again when it speaks
+            self.counters.unroutable += 1
+            return False
+        self.counters.sent += 1
+        self.counters.sent_bytes += size
+        return True
+
+    def poll(self, timeout_seconds: float) -> list[Envelope]:
+        """All messages that are there; waits for the first one, at most so long.
+
+        The frames are read-only by agreement. They live as long as they are referred to, and larger ones
+        are ZeroMQ's own memory, not a copy. The result can be empty before the time is up.
+        """
+        envelopes: list[Envelope] = []
+        if self._reception is not None:
+            timeout_seconds = self._reception.wait(timeout_seconds)
+        for ready, _ in self._poller.poll(max(0, math.ceil(timeout_seconds * 1000))):
+            if isinstance(ready, int):
+                os.eventfd_read(ready)
+            else:
+                self._drain(ready, envelopes)
+        return envelopes if self._reception is None else self._reception.hear(envelopes)
+
+    def wake(self) -> None:
+        """Let the ``poll`` that waits, or else the next, return at once. For any thread, until ``close``."""
+        os.eventfd_write(self._wake, 1)
+
+    def close(self, linger_seconds: float = 0.2) -> None:
+        """Close all sockets; what has been sent may take so long to leave. Closing twice does no harm."""
+        if self._context.closed:
+            return
+        if self._door is not None:
+            self._door.close()
+        self._dealers.clear()
+        self._names.clear()
+        self._routes.clear()
+        # It closes all sockets that it has made; one that is forgotten would keep it waiting for ever.
+        self._context.destroy(round(linger_seconds * 1000))
+        os.close(self._wake)
+
+    def __enter__(self) -> ZmqTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = self._limits.max_queued
+        socket.maxmsgsize = self._part_bytes + _TCP_OVERHEAD_BYTES
+        socket.handshake_ivl = _HANDSHAKE_MILLISECONDS
+        socket.copy_threshold = COPY_BELOW_BYTES
+        # A machine that lost its power closes no connection.
+        socket.heartbeat_ivl = 5_000
+        socket.heartbeat_timeout = 20_000
+        return socket
+
+    def _listen(self, address: str) -> None:
+        router = self._router = self._socket(zmq.ROUTER)
+        router.router_mandatory = True  # else what cannot be sent would vanish without a count
+        router.ipv6 = "[" in address
+        if self._keys is not None:
+            self._door = Door(self._context, router, self._keys, self.counters)
+        else:
+            # The folder keeps others out already.
+            router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"{self.me} cannot listen on {address!r} ({error}): expected a free address of this machine"
+            ) from None
+        self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._door is not None:
+            self._door.open(self.endpoint)
+        self._poller.register(router, zmq.POLLIN)
+
+    def _drain(self, socket: zmq.Socket[bytes], envelopes: list[Envelope]) -> None:
+        for _ in range(_POLL_MESSAGES):
+            try:
+                parts = [socket.recv(_NOW, copy=False)]
+            except zmq.Again:
+                return
+            while parts[-1].more:  # all are there once the first is; `recv_multipart` asks by way of enums
+                parts.append(socket.recv(_NOW, copy=False))
+            route = parts.pop(0).bytes if socket is self._router else None
+            envelope = self._open(parts, self._names.get(socket) or self._proven_name(parts))
+            if envelope is not None:
+                if route is not None:
+                    self._learn(envelope.source, route)
+                    if self._door is not None:
+                        self._door.proven(int(parts[0].get(_FILE)))
+                envelopes.append(envelope)
+            if not int(socket.get(_EVENTS)) & _POLLIN:  # quicker than to be told by an exception
+                return
+
+    def _learn(self, peer: Peer, route: bytes) -> None:
+        self._routes.pop(peer, None)  # to the end: the first one is the one that was silent for longest
+        self._routes[peer] = route
+        if len(self._routes) > _KNOWN_PEERS:
+            del self._routes[next(iter(self._routes))]
+
+    def _proven_name(self, parts: list[zmq.Frame]) -> str | None:
+        """Who has sent a message, by its key; None: without keys nobody can tell."""
+        if self._keys is None or not parts:
+            return None
+        try:
+            return str(parts[0].get("User-Id"))
+        except zmq.ZMQError:
+            return ""
+
+    def _open(self, parts: list[zmq.Frame], name: str | None) -> Envelope | None:
+        """The message in these parts; None (and a count) if it is none for this node."""
+        size = sum(map(len, parts))
+        if not 1 <= len(parts) <= self._max_parts or size > self._limits.max_message_bytes:
+            self.counters.malformed += 1
+            return None
+        try:
+            pieces = [part.bytes if len(part) < _ALIGN_BELOW_BYTES else part.buffer for part in parts]
+            header, frames = unpack(pieces, self._limits.max_header_bytes)
+        except Damaged:
+            self.counters.damaged += 1
+            return None
+        except (ValueError, RecursionError):  # of msgspec, too, and of text that is no UTF-8
+            self.counters.malformed += 1
+            return None
+        if len(frames) > self._limits.max_frames:
+            self.counters.malformed += 1
+        elif header.job != self._job:
+            self.counters.other_job += 1
+        elif (header.target.role, header.target.slot) != (self.me.role, self.me.slot):
+            self.counters.misdirected += 1
+        elif name is not None and f"{header.source.role} {header.source.slot}" != name:
+            self.counters.impostors += 1
+        else:
+            self.counters.received += 1
+            self.counters.received_bytes += size
+            return Envelope(header.source, header.target, header.message, frames)
+        return None
+
+    def _check_size(self, envelope: Envelope, size: int) -> None:
+        limits, arrays = self._limits, envelope.nbytes()
+        for what, found, most in (
+            ("bytes of header", size - arrays, limits.max_header_bytes),
+            ("frames", len(envelope.frames), limits.max_frames),
+            ("bytes", size, limits.max_message_bytes),
+        ):
+            if found > most:
+                raise ConfigError(
+                    f"a {type(envelope.message).__name__} to {envelope.target} has {found} {what}: expected "
+                    f"at most {most}, or the receiver drops it; use smaller batches, or raise Limits"
+                )
+
+
+def _bytes_of(part: Piece) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)
+
+
+def _send_all(socket: zmq.Socket[bytes], parts: list[Piece]) -> None:
+    """Send a message without waiting; raises ``zmq.Again`` if it was dropped."""
+    last = len(parts) - 1
+    for index, part in enumerate(parts):
+        flags = _NOW_AND_MORE if index < last else _NOW
+        try:
+            socket.send(part, flags, copy=_bytes_of(part) < COPY_BELOW_BYTES)
+        except zmq.Again:
+            # The connection broke between two parts. ZeroMQ swallows parts up to the end of the message:
+            # give it that end, or the next message goes the same way.
+            if 0 < index < last:
+                socket.send(b"", _NOW)
+            raise

@@ -1,0 +1,470 @@
+"""The supervisor's part of a checkpoint: when to cut, and one manifest for what all servers have written.
+
+``Versions.advance`` is the main path, one stage after the other: *cutting* (``membership`` makes the
+workers hold and the servers copy), *collecting* (what has each server written?), *committing* (the dense
+file, then the manifest), *tidying* (servers rearrange files) and *replacing* (a manifest with those).
+Everything that touches the store runs behind the supervisor's back.
+
+What is not in a manifest when the supervisor dies never will be: its successor starts from the store, and
+servers mark the rows of a cut that came to nothing again. So there is nothing here to be remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.chunk import checksum
+from holdfast.checkpoint.dense import encode_tree
+from holdfast.checkpoint.manifest import DenseEntry, Version
+from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.strategies.baselines import Baselines
+from holdfast.cluster.protocol.batches import Layout, merge_layouts
+from holdfast.cluster.protocol.envelope import Frame, as_array
+from holdfast.cluster.protocol.messages import Collect, Saved
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.saving.failures import SaveFailures, cause_of, kind_of
+from holdfast.cluster.saving.layout import JobState, dense_tree, encoder_of, saving_of, version_metadata
+from holdfast.cluster.saving.opening import GIVE_UP_SECONDS, Opening, Outcome, start
+from holdfast.cluster.saving.shard_saver import FileNote, Runs
+from holdfast.cluster.supervisor.machine import Supervisor
+from holdfast.cluster.supervisor.members import Cut
+from holdfast.errors import HoldfastError, StoreFull, message_of
+
+log = logging.getLogger("holdfast.checkpoint")
+
+Stage = Literal["cutting", "collecting", "committing", "tidying", "replacing"]
+
+
+@dataclass
+class _Answer:
+    note: FileNote
+    message: Saved
+    frames: Sequence[Frame]
+
+
+@dataclass
+class _Save:
+    """The version under way."""
+
+    version: int
+    baseline: bool
+    whole: bool
+    """Whether it holds all rows that have changed, not only those that matter most."""
+    began: float
+    incarnations: tuple[int, ...]
+    """Of the servers: one that was replaced has no part of it."""
+    stage: Stage = "cutting"
+    cut: Cut | None = None
+    hold_seconds: float = 0.0
+    answers: dict[int, _Answer] = field(default_factory=dict)
+    asked: dict[int, float] = field(default_factory=dict)
+
+
+class Versions:
+    """Saves a job; implements ``membership.Keeper``.
+
+    Args:
+        plan: the job's.
+        open_store: opens the store for writing.
+        runs: what writes; nothing here waits for a disk.
+        now: the time.
+
+    Attributes:
+        events: what has happened; whoever runs it takes them out.
+        saved: the versions that this job has saved.
+        failures: why others could not be.
+        untidy: why files of versions that were saved could not be rearranged.
+        last_version: the newest that a job can go on from; 0: none is known.
+        saved_steps: the batches that are in it.
+    """
+
+    def __init__(self, plan: JobPlan, open_store: Callable[[], Store], runs: Runs, now: float) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.saved: list[int] = []
+        self.failures, self.untidy = SaveFailures(), SaveFailures()
+        resume = plan.resume
+        self.last_version, self.saved_steps = (resume.version, resume.steps) if resume else (0, 0)
+        self._plan = plan
+        self._policy = saving_of(plan).config.policy
+        self._encoder = encoder_of(plan)
+        strategy: Any = self._policy.strategy
+        self._layout_name = Shard(0, self._encoder.stored, strategy).layout_name
+        self._baselines = Baselines(self._policy)
+        self._runs = runs
+        self._opening = Opening(open_store, self._policy, runs, now)
+        self._catalog: Catalog | None = None
+        self._save: _Save | None = None
+        self._outcome: Outcome | None = None
+        self._clearing: Outcome | None = None
+        self._era = 0
+        self._beyond_bytes = 0
+        self._last_number = 0
+        self._whole_steps = self._due_steps = self.saved_steps  # only a whole version may be the last
+        self._due_time = now
+        self._last_was_cancelled = False
+        self._final: float | None = None
+        self._final_tried = self._final_again = False
+        self._made_room = False
+        self._waited = False
+
+    # What the supervisor calls
+
+    def receive(self, slot: int, message: Saved, frames: Sequence[Frame]) -> None:
+        """What a server has saved; what nobody waits for is dropped."""
+        save = self._save
+        stage = "tidying" if message.tidy else "collecting"
+        if save is None or message.version != save.version or save.stage != stage or slot in save.answers:
+            return
+        try:
+            note = msgspec.json.decode(message.change, type=FileNote)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            self._drop((f"server {slot} said what cannot be understood: {error}", ""))
+            return
+        save.answers[slot] = _Answer(note, message, list(frames))
+
+    def advance(self, supervisor: Supervisor, now: float) -> None:
+        """Take the save that is under way one step further, or begin one that is due."""
+        if self._catalog is None:
+            self._advance_opening(supervisor, now)
+        elif self._save is not None:
+            self._advance_save(self._save, supervisor, now)
+        elif self._is_due(supervisor, now) and self._is_free() and supervisor.may_cut():
+            self._begin(supervisor, now)
+        elif self._final is None and self._is_due(supervisor, now):
+            self._skip(supervisor, now)
+
+    def may_stop(self, supervisor: Supervisor, now: float) -> bool:
+        """Whether the state at the end is saved, or could not be."""
+        self._final = self._final if self._final is not None else now
+        if self._save is not None or not self._is_free():
+            return False
+        if self._made_room and self._final_tried and not self._final_again:
+            self._final_again, self._final_tried = True, False
+        steps = supervisor.steps()
+        if self._final_tried or self._whole_steps == steps or not self._policy.save_last:
+            return True
+        if self._catalog is None:
+            return self._gives_up(now)
+        if supervisor.may_cut():
+            self._final_tried = True
+            self._begin(supervisor, now)
+        return False
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._opening.close()
+
+    # Opening
+
+    def _advance_opening(self, supervisor: Supervisor, now: float) -> None:
+        opening = self._opening
+        opening.advance(now)
+        if opening.catalog is not None:
+            self._look_around(opening.catalog, supervisor)
+        elif opening.has_failed(now):
+            if self.failures.is_news(opening.why()):
+                self._say("store_not_opened", message=opening.why())
+            if self._is_due(supervisor, now):
+                self._due_steps, self._due_time = supervisor.steps(), now
+                self._fail([(opening.why(), kind_of(opening.error))])
+
+    def _gives_up(self, now: float) -> bool:
+        """At the end: whether it is useless to wait for the store."""
+        opening = self._opening
+        assert self._final is not None
+        if opening.is_hopeless(self._final, now):
+            self._final_tried = True
+            self._fail([(opening.why(), kind_of(opening.error))])
+        elif opening.is_waited_for and not self._waited:
+            self._waited = True
+            why = opening.why() if self.failures.is_news(opening.why()) else ""
+            self._say("store_waited_for", message=why, most_seconds=GIVE_UP_SECONDS)
+        return self._final_tried
+
+    def _look_around(self, catalog: Catalog, supervisor: Supervisor) -> None:
+        """What is in the store that this job can go on with?"""
+        self._catalog = catalog
+        for complaint in catalog.complaints:
+            self._say("checkpoint_damaged", version=None, error=complaint)
+        manifest, newest, resume = catalog.manifest, catalog.newest, self._plan.resume
+        if newest is None:
+            return
+        own = newest.metadata.get("job") == self._plan.job
+        resumed = resume is not None and resume.continues and resume.version == newest.version
+        if own:
+            # Its supervisor died before it could say so, perhaps.
+            supervisor.announce(committed=newest.version)
+            self.last_version, self.saved_steps = newest.version, newest.step + 1
+            self._due_steps = newest.step + 1
+            if newest.baseline or self._policy.prioritize is None:  # of others it is not known to be whole
+                self._whole_steps = newest.step + 1
+            self.saved = [v.version for v in manifest.versions if v.metadata.get("job") == self._plan.job]
+        if (own or resumed) and manifest.last_version == newest.version:
+            self._era = newest.era
+            self._baselines.resume(manifest, manifest.era(newest.era))
+
+    # Deciding
+
+    def _is_due(self, supervisor: Supervisor, now: float) -> bool:
+        if supervisor.view.phase != "running" or self._final is not None:
+            return False
+        steps, policy = supervisor.steps(), self._policy
+        if steps <= self._due_steps:
+            return False
+        # Of a fraction of the rows, saves come after a fraction of the time.
+        part = policy.fraction if policy.prioritize is not None else 1.0
+        by_steps = policy.every_steps is not None and steps - self._due_steps >= part * policy.every_steps
+        by_time = policy.every_seconds is not None and now - self._due_time >= part * policy.every_seconds
+        return by_steps or by_time
+
+    def _is_free(self) -> bool:
+        """Whether nothing is being cleared away: what a new save writes is not named by a manifest either."""
+        if self._clearing is not None and self._clearing.done:
+            self._clearing = None
+        return self._clearing is None
+
+    def _begin(self, supervisor: Supervisor, now: float) -> None:
+        assert self._catalog is not None
+        heard = [s.beat.cut for s in supervisor.servers if s.beat is not None]
+        # A number that any server has heard of stands for another instant.
+        number = max(self._catalog.next_version(), self._last_number + 1, 1 + max(heard, default=0))
+        self._last_number = number
+        baseline = not self._era or self._baselines.due(self._full_bytes(), self._beyond_bytes)
+        whole = baseline or self._policy.prioritize is None or self._final is not None
+        self._save = _Save(number, baseline, whole, now, tuple(s.incarnation for s in supervisor.servers))
+        self._due_steps, self._due_time = supervisor.steps(), now
+        supervisor.request_cut(number, baseline=baseline, whole=whole)
+
+    def _skip(self, supervisor: Supervisor, now: float) -> None:
+        """A save is due, and cannot be begun yet: it waits, is left out, or cancels the one under way, as the
+        policy says."""
+        save = self._save
+        if self._policy.when_busy == "skip":
+            self._due_steps, self._due_time = supervisor.steps(), now
+            self._say("checkpoint_skipped", step=self._due_steps)
+        elif self._policy.when_busy == "cancel" and save is not None and save.stage == "collecting":
+            self._cancel(save)
+
+    def _cancel(self, save: _Save) -> None:
+        """Let the save that is due take the place of this one; of two in a row only one, or none is saved."""
+        assert save.cut is not None
+        if not self._last_was_cancelled:
+            self._last_was_cancelled = True
+            self._save = None  # servers hear of it with the next cut
+            self._say("checkpoint_cancelled", version=save.version, step=save.cut.steps - 1)
+
+    # One save
+
+    def _advance_save(self, save: _Save, supervisor: Supervisor, now: float) -> None:
+        replaced = save.incarnations != tuple(s.incarnation for s in supervisor.servers)
+        if replaced and save.stage in ("cutting", "collecting"):
+            self._drop(("a server was replaced meanwhile", ""))
+            self._final_tried = False  # it can be saved once the replacement has its rows
+        elif replaced and save.stage == "tidying":
+            # The version stands, its files stay as they are.
+            self._save = None
+            self._clearing = start(self._runs, self._clear_away)
+        elif save.stage == "cutting":
+            self._advance_cutting(save, supervisor, now)
+        elif save.stage in ("collecting", "tidying"):
+            self._advance_asking(save, supervisor, now)
+        elif self._outcome is not None and self._outcome.done:
+            error, self._outcome = self._outcome.error, None
+            self._conclude(save, supervisor, error, now)
+        if self._save is not None and self._save.stage != "cutting" and self._is_due(supervisor, now):
+            self._skip(supervisor, now)
+
+    def _advance_cutting(self, save: _Save, supervisor: Supervisor, now: float) -> None:
+        made = [c for c in supervisor.cuts_made if c.version == save.version]
+        supervisor.cuts_made.clear()
+        if made:
+            save.cut = made[0]
+            save.hold_seconds = now - save.began
+            save.stage = "collecting"
+        elif supervisor.cut is None or supervisor.cut.version != save.version:
+            # The job was told to end meanwhile, and is saved when it has.
+            self._save = None
+            self._final_tried = False
+            self._say("checkpoint_skipped", step=self._due_steps)
+
+    def _advance_asking(self, save: _Save, supervisor: Supervisor, now: float) -> None:
+        tidy = save.stage == "tidying"
+        # Whether files are rearranged shows in no beat.
+        patience = self._plan.timing.beat_seconds if tidy else self._plan.timing.retry_seconds
+        for server in supervisor.servers:
+            ready = tidy or (server.beat is not None and server.beat.saved == save.version)
+            due = now - save.asked.get(server.slot, -1e9) >= patience
+            if ready and due and server.slot not in save.answers:
+                save.asked[server.slot] = now
+                supervisor.send(server.slot, Collect(save.version, tidy))
+        if len(save.answers) < self._plan.servers:
+            return
+        errors = [(a.message.error, a.message.kind) for a in save.answers.values() if a.message.error]
+        if not tidy:
+            if errors:
+                self._drop(*errors)
+            else:
+                save.stage = "committing"
+                self._outcome = start(self._runs, lambda: self._commit(save))
+            return
+        for error, _ in errors:
+            self._say_untidy(save, error)
+        self._beyond_bytes = sum(a.message.live_bytes for a in save.answers.values())
+        if any(a.note != FileNote() for a in save.answers.values()):
+            save.stage = "replacing"
+            self._outcome = start(self._runs, lambda: self._replace(save))
+        else:
+            self._finish(save, supervisor)
+
+    def _conclude(self, save: _Save, supervisor: Supervisor, error: Exception | None, now: float) -> None:
+        """The store has done its part, or has failed to."""
+        assert self._catalog is not None
+        if save.stage == "replacing":
+            if error is None:
+                self._finish(save, supervisor)
+            else:  # the version stands, its files are not arranged as they could be
+                self._say_untidy(save, message_of(error))
+                self._save = None
+            return
+        if error is not None:
+            self._drop((message_of(error), kind_of(error)))
+            return
+        assert save.cut is not None
+        version = self._catalog.manifest.versions[-1]
+        self._era = version.era
+        self._last_was_cancelled = False
+        if save.whole:
+            self._whole_steps = save.cut.steps
+        self.saved.append(save.version)
+        self.last_version, self.saved_steps = save.version, save.cut.steps
+        self.failures.note_saved()
+        written = sum(a.note.bytes for a in save.answers.values())
+        slowest = max(a.message.seconds for a in save.answers.values())
+        self._baselines.note(written, self._full_bytes(), slowest, baseline=save.baseline)
+        figures = {"version": save.version, "step": version.step, "baseline": save.baseline}
+        self._say(
+            "checkpoint_saved",
+            **figures,
+            rows=version.rows,
+            bytes=version.bytes,
+            hold_seconds=save.hold_seconds,
+            write_seconds=slowest,
+            seconds_taken=now - save.began,
+        )
+        supervisor.announce(committed=save.version)
+        save.stage = "tidying"
+        save.answers.clear()
+        save.asked.clear()
+
+    def _finish(self, save: _Save, supervisor: Supervisor) -> None:
+        supervisor.announce(tidied=save.version)
+        self._save = None
+
+    def _drop(self, *why: tuple[str, str]) -> None:
+        """The save comes to nothing, by errors of these kinds; servers hear of it with the next one."""
+        save, self._save = self._save, None
+        assert save is not None
+        assert self._catalog is not None
+        self._outcome = None
+        self._fail(why, save.version)
+        self._clearing = start(self._runs, self._clear_away)
+
+    # Behind the supervisor's back
+
+    def _commit(self, save: _Save) -> None:
+        catalog, cut, plan = self._catalog, save.cut, self._plan
+        assert catalog is not None
+        assert cut is not None
+        assert self._opening.lock is not None
+        self._opening.lock.renew()
+        before = plan.resume.layouts if plan.resume else ()
+        layouts = merge_layouts(*before, Layout(plan.workers, cut.positions))
+        state = JobState(layouts, cut.samples, plan.servers, plan.workers, plan.k, plan.r, plan.rings)
+        parts = encode_tree(dense_tree(plan, self._network(save), cut.steps, state))
+        name = f"dense/{save.version:08}-{secrets.token_hex(6)}.safetensors"
+        size = catalog.store.put(name, parts)
+        notes = [answer.note for answer in save.answers.values()]
+        version = Version(
+            version=save.version,
+            era=save.version if save.baseline else self._era,
+            step=cut.steps - 1,  # the last one that was done, counted from 0
+            time=time.time(),
+            baseline=save.baseline,
+            rows=sum(note.rows for note in notes),
+            bytes=size + sum(note.bytes for note in notes),
+            dense=DenseEntry(name, size, checksum(*parts)),
+            metadata=version_metadata(plan, cut.samples),
+            restores=plan.resume.restores if plan.resume else 0,
+        )
+        # Every server's files are durable by now: one manifest makes the version exist.
+        catalog.commit_version(version, self._encoder.stored, self._layout_name, notes)
+        if self._last_was_cancelled:
+            # No server writes any more to the version that was cancelled, and none has begun to tidy.
+            try:
+                self._clear_away()
+            except Exception as error:  # the version stands, and the next writer clears it away
+                log.warning("what a cancelled save left in %s stays: %r", catalog.store.url, error)
+
+    def _network(self, save: _Save) -> NDArray[np.uint32] | None:
+        """The network's records, put together from what servers sent."""
+        if not saving_of(self._plan).template:
+            return None
+        group, placement = self._plan.groups[-1], self._plan.placements[-1]
+        records = np.zeros((group.rows, group.words), np.uint32)
+        owners = placement.owner(np.arange(group.rows))
+        for slot, answer in save.answers.items():
+            mine = np.flatnonzero(owners == slot)
+            if len(answer.frames) != 1:
+                raise HoldfastError(f"server {slot} sent {len(answer.frames)} arrays of the network, not one")
+            if len(mine):
+                records[mine] = as_array(answer.frames[0], np.uint32, (len(mine), group.words))
+        return records
+
+    def _replace(self, save: _Save) -> None:
+        assert self._catalog is not None
+        changes = [answer.note for answer in save.answers.values()]
+        self._catalog.commit_round(self._era, changes)
+        self._catalog.free_replaced()
+        self._baselines.note_tidied(sum(change.bytes for change in changes), self._full_bytes())
+
+    def _full_bytes(self) -> int:
+        """Bytes of a version that holds everything."""
+        return sum(g.rows * g.record_bytes for g in self._encoder.stored if g.raw_rows_of is None)
+
+    def _clear_away(self) -> None:
+        """Delete what a save that failed has written: on a full disk the next one needs the space."""
+        assert self._catalog is not None
+        self._catalog.delete_leftovers()
+        resumed = self._plan.resume
+        self._made_room = self._catalog.make_room(needed={resumed.version} if resumed else set())
+
+    # Saying so
+
+    def _fail(self, errors: Sequence[tuple[str, str]], version: int | None = None) -> None:
+        """A version, or what was to be the next one, was not saved: all errors make one message."""
+        kinds = {kind for _, kind in errors}
+        why = "; ".join(dict.fromkeys(cause_of(error) for error, _ in errors))
+        if kinds == {"full"} and self._catalog is not None:
+            why = str(self._catalog.with_advice(StoreFull(why), "checkpoint.keep=N"))
+        again = not self.failures.note(why, kinds.pop() if len(kinds) == 1 else "")
+        details = "; ".join(error for error, _ in errors)
+        self._say("checkpoint_failed", version=version, error=details, why=why, again=again)
+
+    def _say_untidy(self, save: _Save, error: str) -> None:
+        """The version stands, its files are not arranged as they could be."""
+        again = not self.untidy.note(cause_of(error), "")
+        self._say("checkpoint_tidy_failed", version=save.version, error=error, again=again)
+
+    def _say(self, event: str, **figures: Any) -> None:
+        self.events.append((event, figures))

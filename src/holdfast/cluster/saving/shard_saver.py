@@ -1,0 +1,359 @@
+"""A server's part of a checkpoint: it copies rows at a cut, and writes them behind its own back.
+
+``ShardSaver`` is what a server sees. What goes to the store counts once the supervisor has it in a manifest;
+until then the rows of a cut stay marked as changed, in a second generation, and go into the next cut if this
+one comes to nothing. Which files hold what is known to a ``Shard``; when it is in doubt whether something
+was committed (the supervisor died), the shard is read again from the manifest, which never lies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.manifest import FileEntry, Version, read_newest
+from holdfast.checkpoint.records import Bytes2D, Rows
+from holdfast.checkpoint.shard import Change, Shard
+from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.tracker import RowSet
+from holdfast.cluster.protocol.envelope import Frame
+from holdfast.cluster.protocol.messages import Saved
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.saving.failures import kind_of
+from holdfast.cluster.saving.layout import encoder_of, saving_of, table_groups
+from holdfast.cluster.saving.ranking import rankings
+from holdfast.errors import CorruptCheckpoint, message_of
+from holdfast.options import Differential
+from holdfast.tables.shard import GroupShard
+
+log = logging.getLogger("holdfast.checkpoint")
+
+
+class Runs(Protocol):
+    """Does jobs one after the other, behind whoever submits them."""
+
+    def submit(self, job: Callable[[], None], /) -> object:
+        """Take a job; returns at once. Jobs see to their errors themselves."""
+
+
+class FileNote(Struct, frozen=True):
+    """What a manifest must say of files that a server has written."""
+
+    added: tuple[FileEntry, ...] = ()
+    removed: tuple[str, ...] = ()
+    updated: tuple[FileEntry, ...] = ()
+    written: tuple[tuple[int, int], ...] = ()
+    replaced: tuple[tuple[int, int, int], ...] = ()
+
+    @classmethod
+    def of(cls, change: Change | None) -> FileNote:
+        """Of a shard's change; of none, nothing."""
+        if change is None:
+            return cls()
+        return cls(change.added, change.removed, change.updated, change.written, change.replaced)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that were written."""
+        return sum(f.bytes for f in self.added)
+
+    @property
+    def rows(self) -> int:
+        """Rows that were written."""
+        return sum(f.rows for f in self.added)
+
+
+class _GivenUp(Exception):
+    """Another cut has come: what this one has written will be in no manifest."""
+
+
+@dataclass
+class _Save:
+    """One version on its way."""
+
+    version: int
+    baseline: bool
+    whole: bool
+    in_doubt: bool
+    """Whether the shard must be read again from the manifest."""
+    taken: list[NDArray[np.int64]]
+    """The rows of each group that were marked."""
+    copies: list[tuple[NDArray[np.int64], NDArray[np.uint32]]] = field(default_factory=list)
+    """Of each group of tables: rows and records."""
+    network: NDArray[np.uint32] | None = None
+    shard: Shard | None = None
+    change: Change | None = None
+    error: str = ""
+    kind: str = ""
+    """Of the error."""
+    seconds: float = 0.0
+    written: bool = False
+    committed: bool = False
+    tidy: Change | None = None
+    tidy_error: str = ""
+    tidy_asked: bool = False
+    tidied: bool = False
+    given_up: bool = False
+
+    def check(self) -> None:
+        """Behind the server's back, between two files or blocks: go on only if this is still wanted."""
+        if self.given_up:
+            raise _GivenUp
+
+
+class ShardSaver:
+    """Saves the rows of one server; implements ``server.Saver``.
+
+    Args:
+        plan: the job's; it says where to and how.
+        slot: the server's.
+        shards: its groups.
+        store: where to.
+        runs: what writes; the server's own thread only copies.
+    """
+
+    def __init__(
+        self, plan: JobPlan, slot: int, shards: Sequence[GroupShard], store: Store, runs: Runs
+    ) -> None:
+        policy = saving_of(plan).config.policy
+        self._slot = slot
+        self._shards = list(shards)
+        self._tables = len(table_groups(plan))
+        self._placements = plan.placements
+        self._store = store
+        self._runs = runs
+        self._share = policy.background_share
+        self._strategy: Any = policy.strategy
+        self._encoder = encoder_of(plan)
+        self._shard: Shard | None = None
+        self._save: _Save | None = None
+        self._since_baseline = [RowSet(group.rows) for group in table_groups(plan)]
+        self._rankings = rankings(self._shards[: self._tables], policy.prioritize, policy.fraction)
+
+    def touched(self, group: int, places: NDArray[np.uint32]) -> None:
+        """A push has updated these rows."""
+        if group < len(self._rankings):
+            self._rankings[group].touched(places)
+
+    def resume(self, version: Version) -> None:
+        """All rows have just been restored from this version, and the next one may build on it."""
+        for shard in self._shards:
+            shard.take_marks()
+        if isinstance(self._strategy, Differential):
+            shard_, era = self._resumed()
+            for group, ids in shard_.rows_of(self._store, era, version.version):
+                if group < len(self._since_baseline):
+                    self._since_baseline[group].add(ids)
+
+    def cut(self, version: int, *, baseline: bool, whole: bool = True) -> None:
+        """Copy what a version holds: rows may change as soon as this returns.
+
+        Without ``whole``, of the rows that have changed those are left out that can wait. A cut that came to
+        nothing is over: its rows are in this one.
+        """
+        save = _Save(version, baseline, whole, in_doubt=self._give_up(), taken=[])
+        try:
+            self._copy(save)
+        except Exception as error:  # for want of memory, say: the server must go on
+            log.warning("version %d could not be copied: %r", version, error)
+            save.copies, save.error, save.written = [], message_of(error), True
+            save.kind = kind_of(error)
+        self._save = save
+        if not save.written:
+            self._runs.submit(lambda: self._write(save))
+
+    def settle(self, committed: int, tidied: int) -> None:
+        """The newest version that exists, and the newest behind which files were rearranged."""
+        save = self._save
+        if save is None or save.version != committed or not save.written or save.error:
+            return
+        if not save.committed:
+            save.committed = True
+            save.taken = []
+            if save.baseline:
+                self._since_baseline = [RowSet(rows.rows) for rows in self._since_baseline]
+            self._runs.submit(lambda: self._apply(save))
+        if save.version == tidied and save.tidied:
+            self._save = None
+            change = save.tidy
+            if change is not None:
+                self._runs.submit(lambda: self._apply_tidy(change))
+
+    def saved(self) -> int:
+        """The newest version whose files are durable, or could not be written; 0: none that is under way."""
+        save = self._save
+        return save.version if save is not None and save.written else 0
+
+    def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
+        """What the supervisor must know of a version, or of the tidying behind it; None: not yet."""
+        save = self._save
+        if save is None or save.version != version:
+            # Of an older one nobody waits for an answer; one that is behind us is tidy.
+            done = Saved(version, tidy, msgspec.json.encode(FileNote()))
+            return (done, ()) if tidy else None
+        if not tidy:
+            if not save.written:
+                return None
+            note = msgspec.json.encode(FileNote.of(save.change))
+            answer = Saved(version, tidy, note, save.error, save.seconds, kind=save.kind)
+            return answer, () if save.network is None else (save.network,)
+        self.settle(version, 0)  # who asks this has it in a manifest
+        if not save.tidy_asked:
+            save.tidy_asked = True
+            self._runs.submit(lambda: self._tidy(save))
+        if not save.tidied:
+            return None
+        note = msgspec.json.encode(FileNote.of(save.tidy))
+        live = self._shard.live_bytes() if self._shard is not None else 0
+        return Saved(version, tidy, note, save.tidy_error, live_bytes=live), ()
+
+    # At a cut, in the server's thread
+
+    def _give_up(self) -> bool:
+        """Forget the save under way: its rows are marked again. Whether it may have been committed all the
+        same."""
+        save, self._save = self._save, None
+        if save is None:
+            return False
+        save.given_up = True
+        self._mark_again(save)
+        tidying = save.tidy_asked and not (save.tidied and save.tidy is None)
+        return not save.error and (not save.committed or tidying)
+
+    def _mark_again(self, save: _Save) -> None:
+        """What a save has taken goes into the next one."""
+        for shard, rows in zip(self._shards, save.taken, strict=False):
+            shard.mark(rows)
+        for ranking, rows in zip(self._rankings, save.taken, strict=False):
+            ranking.failed(rows)
+
+    def _copy(self, save: _Save) -> None:
+        save.taken = []
+        for shard in self._shards:
+            save.taken.append(shard.take_marks())
+        try:
+            for number, ranking in enumerate(self._rankings):
+                if not save.whole:
+                    chosen = ranking.chosen(save.taken[number])
+                    self._shards[number].mark(save.taken[number][~chosen])
+                    save.taken[number] = save.taken[number][chosen]
+                ranking.saved(save.taken[number])
+            for number, shard in enumerate(self._shards[: self._tables]):
+                rows = self._wanted(number, shard, save)
+                places = self._placements[number].place(rows)
+                save.copies.append((rows, np.take(shard.records, places, 0, mode="clip")))
+            if self._tables < len(self._shards):
+                network = self._shards[-1]
+                save.network = network.records[self._placements[-1].place(_own_rows(network))]
+        except BaseException:
+            self._mark_again(save)
+            save.taken = []
+            raise
+
+    def _wanted(self, number: int, shard: GroupShard, save: _Save) -> NDArray[np.int64]:
+        """The rows of a group that a version holds, ascending."""
+        if isinstance(self._strategy, Differential):
+            self._since_baseline[number].add(save.taken[number])
+        if save.baseline:
+            return _own_rows(shard)
+        if isinstance(self._strategy, Differential):
+            return self._since_baseline[number].ids()
+        return np.sort(save.taken[number])
+
+    # Behind the server's back, one after the other
+
+    def _write(self, save: _Save) -> None:
+        started = time.perf_counter()
+        try:
+            save.check()
+            save.shard = self._shard_for(save)
+            rows = self._rows(save)
+            with closing(self._encoder.blocks_ahead(rows, self._share, lambda: save.given_up)) as blocks:
+                save.change = save.shard.write(
+                    self._store, save.version, blocks, baseline=save.baseline, check=save.check
+                )
+            self._store.sync()  # the supervisor's publish knows nothing of names that others made
+        except _GivenUp:
+            pass  # nobody asks for it any more
+        except Exception as error:
+            log.warning("server %d could not save version %d: %r", self._slot, save.version, error)
+            save.kind, save.error = kind_of(error), message_of(error)
+        finally:
+            save.copies = []
+            save.seconds = time.perf_counter() - started
+            save.written = True  # last: whoever sees it reads the rest
+
+    def _rows(self, save: _Save) -> list[Rows]:
+        fields = [shard.plan.fields for shard in self._shards]
+        found = []
+        for number, (ids, records) in enumerate(save.copies):
+            parts = tuple(_bytes(records[:, f.first : f.first + f.width]) for f in fields[number])
+            found.append(Rows(ids, parts))
+        return found
+
+    def _shard_for(self, save: _Save) -> Shard:
+        if save.baseline:
+            return Shard(self._slot, self._encoder.stored, self._strategy)
+        if save.in_doubt or self._shard is None:
+            return self._resumed()[0]
+        return self._shard
+
+    def _resumed(self) -> tuple[Shard, Any]:
+        """A shard as the manifest has it, and its era with only this server's files."""
+        manifest = read_newest(self._store)
+        if not manifest.versions:
+            raise CorruptCheckpoint(f"{self._store.url} holds no version that the next could build on")
+        era = manifest.era(manifest.versions[-1].era)
+        mine = msgspec.structs.replace(era, files=[f for f in era.files if f.shard == self._slot])
+        shard = Shard(self._slot, self._encoder.stored, self._strategy)
+        shard.resume(self._store, mine)
+        return shard, mine
+
+    def _apply(self, save: _Save) -> None:
+        assert save.shard is not None
+        assert save.change is not None
+        try:
+            save.shard.apply(save.change)
+            self._shard = save.shard
+        except Exception as error:
+            log.warning("server %d reads its files again: %r", self._slot, error)
+            self._shard = None
+
+    def _tidy(self, save: _Save) -> None:
+        try:
+            if save is self._save and self._shard is not None:
+                kept = [v.version for v in read_newest(self._store).versions if v.version >= self._shard.base]
+                save.tidy = self._shard.tidy(self._store, save.version, kept)
+                self._store.sync()
+        except Exception as error:
+            log.warning("server %d could not rearrange its files: %r", self._slot, error)
+            save.tidy, save.tidy_error = None, message_of(error)
+        finally:
+            save.tidied = True
+
+    def _apply_tidy(self, change: Change) -> None:
+        try:
+            if self._shard is not None:
+                self._shard.apply(change)
+        except Exception as error:
+            log.warning("server %d reads its files again: %r", self._slot, error)
+            self._shard = None
+
+
+def _own_rows(shard: GroupShard) -> NDArray[np.int64]:
+    """All rows that lie at a server, ascending."""
+    rows = shard.rows_of(np.arange(len(shard.records)))
+    return np.sort(rows[rows < shard.plan.rows])
+
+
+def _bytes(words: NDArray[np.uint32]) -> Bytes2D:
+    return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), 4 * words.shape[1])

@@ -1,0 +1,1 @@
+"""A server: ``machine`` holds rows and applies pushes, each once; ``process`` runs it."""

@@ -1,0 +1,62 @@
+"""What workers hear of pushes that are kept: with answers to later ones, or unasked if none is due soon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Kept, Peer, Pushed, View
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.redundancy.replicator import Protection
+from holdfast.cluster.server.ledger import PushLedger
+
+
+class KeptPushes:
+    """The telling of one server.
+
+    Args:
+        me: the server.
+        plan: the job's.
+        ledger: knows what was applied.
+        protection: knows what parity servers have; None: what is applied counts as kept.
+        outbox: where messages go.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        plan: JobPlan,
+        ledger: PushLedger[Any],
+        protection: Protection | None,
+        outbox: list[Envelope],
+    ) -> None:
+        self._me, self._lanes, self._outbox = me, plan.lanes, outbox
+        self._ledger, self._protection = ledger, protection
+        self._told = [0] * plan.workers
+        self._pushed_at = [0.0] * plan.workers
+
+    def kept(self, worker: int) -> int:
+        """The newest push of a worker that no failure which the code covers can undo."""
+        return self._protection.kept(worker) if self._protection else self._ledger.applied(worker)
+
+    def answer(self, answer: Pushed, worker: int, now: float) -> Pushed:
+        """The answer to a push, with what is kept."""
+        self._pushed_at[worker] = now
+        self._told[worker] = self.kept(worker)
+        return replace(answer, kept=self._told[worker])
+
+    def tell(self, view: View, now: float) -> None:
+        """Tell workers what is kept if they would not hear of it soon with the answer to a push."""
+        holds = view.phase != "running"
+        for worker in view.workers:
+            slot, told = worker.slot, self._told[worker.slot]
+            kept = self.kept(slot)
+            if kept <= told or not worker.starts:
+                continue
+            waits = self._ledger.applied(slot) - told >= self._lanes.window
+            if holds or waits or now - self._pushed_at[slot] >= self._lanes.idle_seconds:
+                self._told[slot] = kept
+                target = Peer("worker", slot, worker.incarnation)
+                self._outbox.append(Envelope(self._me, target, Kept(kept)))

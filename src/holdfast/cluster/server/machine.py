@@ -1,0 +1,570 @@
+"""A server: it holds rows, hands them out, and applies gradients, each batch exactly once.
+
+``Server`` is the machine: a message in, messages out. ``serving`` is the process round it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from holdfast.cluster.protocol.admission import Admission
+from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.messages import (
+    Beat,
+    Collect,
+    Commit,
+    Figures,
+    Install,
+    Peer,
+    Pull,
+    Push,
+    Pushed,
+    Redundancy,
+    Refused,
+    Relay,
+    Rows,
+    ServerInView,
+    View,
+    ViewNumber,
+    WorkerMark,
+)
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.routes import Routes
+from holdfast.cluster.protocol.stripe_messages import (
+    LaneMessage,
+    ReadStripes,
+    Recover,
+    Syndromes,
+    Taken,
+    Values,
+)
+from holdfast.cluster.protocol.wire import Message
+from holdfast.cluster.redundancy.recover import Recovery
+from holdfast.cluster.redundancy.replicator import Protection
+from holdfast.cluster.redundancy.stripes import Rebuilding
+from holdfast.cluster.runtime.transport.zmq import Counters
+from holdfast.cluster.server.contents import Contents
+from holdfast.cluster.server.deferred import Waiting
+from holdfast.cluster.server.durability import KeptPushes
+from holdfast.cluster.server.initial_values import Installing
+from holdfast.cluster.server.ledger import PushLedger
+from holdfast.cluster.server.requests import Update, pulled_rows, pushed_rows, shard_of
+from holdfast.cluster.server.saver import Saver
+from holdfast.cluster.server.witness import Witness
+from holdfast.tables.shard import GroupShard, digest
+
+
+class Server:
+    """The machine of one server.
+
+    Args:
+        me: which one.
+        plan: the job's.
+        endpoint: where it listens; it tells the supervisor.
+        fresh: whether the job starts from first values, not from a checkpoint.
+        saver: who saves its rows; None if nobody does. It may be set later, before the job starts.
+        counters: of its transport.
+        measure: tells bytes of memory and seconds of processor time of the process.
+        pid: of the process.
+        witness: compares what is recovered with what was lost; None if nobody does.
+
+    Attributes:
+        restoring: whether rows are being read from a checkpoint: until then the job does not start.
+        error: why this server cannot go on; the job ends with it.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        plan: JobPlan,
+        endpoint: str = "",
+        *,
+        fresh: bool = True,
+        saver: Saver | None = None,
+        counters: Counters | None = None,
+        measure: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+        pid: int = 0,
+        witness: Witness | None = None,
+    ) -> None:
+        self._measure = measure
+        self._pid = pid
+        self.me = me
+        self.plan = plan
+        self.outbox: list[Envelope] = []
+        replaces = me.incarnation > 1
+        self._witness = witness
+        self.shards = _make_shards(me, plan, witness, empty=replaces or not fresh)
+        self.view = View(ViewNumber(), "starting")
+        self.started = ViewNumber()
+        """The view by which this server took its slot over; (0, 0) before that."""
+        self.admission = Admission(me, plan)
+        self.pushes = 0
+        self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
+        self._endpoint = endpoint
+        self.restoring = False
+        self.rolled_back = Redundancy()
+        """Of partial recovery: what the rows went back to."""
+        self.error = ""
+        self.saver = saver
+        self._takes_first_values = fresh or plan.dense == "workers"
+        self._counters = counters or Counters()
+        self._cut = 0
+        self._next_beat = 0.0
+        self._told: tuple[object, ...] = ()
+        self._waiting = Waiting()
+        self.routes = Routes(me, plan, self._started_servers)
+        self._changed = False
+        self.protection: Protection | None = None
+        self.recovery: Recovery | None = None
+        if plan.r:
+            self.protection = self._make_protection(fresh=fresh and not replaces)
+            self.rebuilding = Rebuilding(plan, self.protection)
+            if replaces:
+                self.recovery = Recovery(plan, self.shards, self.protection)
+                self.recovery.on_rows = self._serve_waiting
+        self._kept = KeptPushes(me, plan, self._ledger, self.protection, self.outbox)
+        self._installing = Installing(me, plan, self.shards, self.outbox, self.routes.doubt)
+        self.contents: Contents | None = None
+        """Which pushes the network's rows contain; None: those that were applied."""
+        if plan.dense == "workers" and self.shards[-1].rows:
+            self.contents = Contents(self.shards[-1], self._ledger, self._installing, self._touched)
+        self._now = 0.0
+
+    def _make_protection(self, *, fresh: bool) -> Protection:
+        marks, shards = self._ledger.marks, self.shards
+        protection = Protection(
+            self.me,
+            self.plan,
+            shards,
+            self.outbox,
+            marks,
+            self._ledger.applied,
+            fresh=fresh,
+            lacks=self._lacks,
+            doubt=self.routes.doubt,
+        )
+        if self._witness is not None:
+            self._witness.protection = protection
+        return protection
+
+    @property
+    def over(self) -> bool:
+        """Whether it is to end: the job does, or another has taken its place."""
+        mine = next((s for s in self.view.servers if s.slot == self.me.slot), None)
+        return self.view.phase == "stopping" or (mine is not None and mine.incarnation > self.me.incarnation)
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        """Take one message."""
+        self._now = now
+        if not self.admission.admits(envelope):
+            return
+        if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
+            return  # meant for another that had this slot
+        if isinstance(envelope.message, Relay):
+            unwrapped = self._unwrap(envelope, now)
+            if unwrapped is None:
+                return
+            envelope = unwrapped
+        else:
+            self.routes.came_directly(envelope.source, now)
+        known = self.view
+        try:
+            answer, frames = self._answer(envelope)
+        except ValueError:  # it does not fit what is here; nothing has changed
+            self.admission.dropped += 1
+            answer, frames = Refused("malformed"), ()
+        if isinstance(envelope.message, View):
+            if self.view is not known:
+                self.beat(now)
+            if self.started.epoch:
+                for each in self._waiting.at_start():
+                    self.receive(each, now)
+        elif answer is not None and envelope.source.role != "server":
+            self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
+        if self.outbox:
+            self.routes.divert(self.outbox, now)
+
+    def _unwrap(self, envelope: Envelope, now: float) -> Envelope | None:
+        """The message for this server that came by way of another; what is for others is passed on."""
+        unwrapped = self.routes.unwrap(envelope)
+        if unwrapped is not None and unwrapped.target != self.me:
+            self.outbox.append(unwrapped)
+        elif unwrapped is not None and self.admission.admits(unwrapped):
+            self.routes.came_by(envelope.source, unwrapped.source, now)
+            return unwrapped
+        return None
+
+    def _started_servers(self) -> list[Peer]:
+        return [Peer("server", s.slot, s.incarnation) for s in self.view.servers if s.starts]
+
+    def tick(self, now: float) -> None:
+        """Give a sign of life when it is time, or when something has come to an end."""
+        self._now = now
+        if self.protection is not None and self.started.epoch:
+            self.protection.tick(now)
+            self.rebuilding.tick(now)
+            if self.recovery is not None:
+                self.recovery.tick(now)
+            self._rebuild(now)
+            if self.recovery is None or not self.recovery.left:
+                self.rebuilding.scrub(now)
+            self._kept.tell(self.view, now)
+        if self.started.epoch:
+            unsure = self.contents.unsure(self.view) if self.contents is not None else ()
+            self._installing.tick(self.view, now, unsure)
+            self._install_copy()
+        if self.outbox:
+            self.routes.divert(self.outbox, now)
+        if now >= self._next_beat or self._told != self._news():
+            self.beat(now)
+
+    def beat(self, now: float) -> None:
+        """Tell the supervisor where this server stands."""
+        self._next_beat = now + self.plan.timing.beat_seconds
+        self._told = self._news()
+        protection = self.protection
+        message = Beat(
+            state="failed" if self.error else "restoring" if self.restoring else "ready",
+            view=self.view.number,
+            endpoint=self._endpoint,
+            pid=self._pid,
+            marks=self.marks(),
+            cut=self._cut,
+            saved=self._saved(),
+            started=self.started,
+            lanes=protection.sealed() if protection else (),
+            stuck_on=protection.stuck_on(now) if protection else (),
+            redundancy=self.redundancy(),
+            error=self.error,
+            figures=self.figures(),
+        )
+        self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
+
+    def _news(self) -> tuple[object, ...]:
+        """What the supervisor is to hear of at once."""
+        recovery = self.recovery
+        left = recovery is not None and recovery.left > 0
+        lost = recovery is not None and (recovery.lost(), recovery.network_lost)
+        updates = self.contents.lost if self.contents is not None else 0
+        return (
+            self.restoring,
+            self._saved(),
+            left,
+            lost,
+            updates,
+            self._installing.groups,
+            self._installing.lost,
+        )
+
+    def marks(self) -> tuple[WorkerMark, ...]:
+        """Where every worker stands."""
+        return tuple(replace(mark, kept=self._kept.kept(mark.slot)) for mark in self._ledger.marks())
+
+    def redundancy(self) -> Redundancy:
+        """What is still to be brought back."""
+        not_installed, network_lost = self._installing.rows, self._installing.lost
+        lacking = not_installed if self.me.incarnation > 1 else 0
+        updates_lost = self.contents.lost if self.contents is not None else 0
+        if self.protection is None:
+            return replace(
+                self.rolled_back,
+                rows=lacking,
+                not_installed=not_installed,
+                network_lost=network_lost,
+                updates_lost=updates_lost,
+            )
+        recovery, rebuilding = self.recovery, self.rebuilding
+        network_lost = network_lost or (recovery is not None and recovery.network_lost)
+        back = recovery.went_back if recovery else self.rolled_back
+        return Redundancy(
+            rows=lacking + (recovery.left if recovery else 0),
+            recovered=recovery.recovered if recovery else 0,
+            parities=rebuilding.lacking(),
+            rebuilt=rebuilding.rebuilt,
+            lost=recovery.lost() if recovery else "",
+            scrubbed=rebuilding.scrubbed,
+            wrong=rebuilding.wrong,
+            repaired=rebuilding.repaired,
+            compared=self._witness.compared if self._witness else 0,
+            unequal=self._witness.unequal if self._witness else 0,
+            went_back=back.went_back,
+            version=back.version,
+            version_samples=back.version_samples,
+            not_installed=not_installed,
+            network_lost=network_lost,
+            updates_lost=updates_lost,
+        )
+
+    def figures(self) -> Figures:
+        """What the live view shows."""
+        memory, seconds = self._measure()
+        return Figures(
+            steps=self.pushes,
+            rows=sum(shard.rows for shard in self.shards),
+            dropped=self.admission.dropped + self._counters.dropped,
+            bytes_in=self._counters.received_bytes,
+            bytes_out=self._counters.sent_bytes,
+            memory_bytes=memory,
+            cpu_seconds=(("process", seconds),),
+            digest=digest(self.shards) if self.view.phase == "stopping" else "",
+        )
+
+    def _saved(self) -> int:
+        return self.saver.saved() if self.saver is not None else 0
+
+    def _answer(self, envelope: Envelope) -> tuple[Message | None, Sequence[Frame]]:
+        message, frames, source = envelope.message, envelope.frames, envelope.source
+        if isinstance(message, View):
+            self._adopt(message)
+        elif not self.started.epoch:
+            self._waiting.until_start(envelope)
+            return None, ()
+        elif isinstance(message, Pull):
+            return self._pull(envelope, message)
+        elif isinstance(message, Push):
+            return self._push(envelope, message)
+        elif isinstance(message, Commit):
+            return self._commit(envelope, message)
+        elif isinstance(message, Install):
+            self._installing.answered(source, message)
+            self._install(source, message, frames)
+        elif isinstance(message, Collect) and self.saver is not None:
+            return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
+        elif self.protection is not None:
+            self._protect(self.protection, message, frames, source)
+        return None, ()
+
+    def _protect(
+        self, protection: Protection, message: Message, frames: Sequence[Frame], source: Peer
+    ) -> None:
+        """What servers tell each other."""
+        if isinstance(message, Taken | Values | Syndromes):
+            self.routes.trust(source, self._now)
+        if isinstance(message, LaneMessage):
+            protection.take(source, message, frames)
+        elif isinstance(message, Taken):
+            protection.taken(source, message.number, self._now)
+        elif isinstance(message, ReadStripes):
+            protection.read(source, message, frames, self._now)
+        elif isinstance(message, Recover):
+            self.rebuilding.recover(source, message, frames, self._now)
+        elif isinstance(message, Syndromes) and message.request < 0:
+            self.rebuilding.take_vote(message, frames, self._now)
+        elif isinstance(message, Syndromes) and self.recovery is not None:
+            self.recovery.receive(source, message, frames, self._now)
+        self.rebuilding.finish(self._now)
+        self._rebuild(self._now)
+
+    def _rebuild(self, now: float) -> None:
+        """Rebuild lost parities, when all rows are back: those are what somebody waits for."""
+        if self.recovery is None or not self.recovery.left:
+            self.rebuilding.rebuild(now)
+
+    def _adopt(self, view: View) -> None:
+        if view.number <= self.view.number:
+            return
+        self.view = view
+        mine = next((s for s in view.servers if s.slot == self.me.slot), None)
+        if mine is None or mine.incarnation != self.me.incarnation:
+            return  # another has taken its place: nothing that it does counts any more
+        self._ledger.adopt(view.workers)
+        self._waiting.forget_others({Peer("worker", w.slot, w.incarnation) for w in view.workers})
+        self._note_changes()
+        if mine.starts and not self.started.epoch:
+            self._start(mine, view)
+        self._install_copy()
+        if self.protection is not None and self.started.epoch:
+            self.protection.adopt(view, mine, self._now)
+        if self.recovery is not None:
+            self.recovery.hurry = view.phase != "running"
+        if self.saver is None or not self.started.epoch:
+            return
+        self.saver.settle(view.committed, view.tidied)  # first: a new cut takes up what came to nothing
+        if view.cut > self._cut:
+            # All workers hold, and all their pushes are applied: this is the same instant everywhere.
+            self.saver.cut(view.cut, baseline=view.baseline, whole=view.whole)
+            self._cut = view.cut
+
+    def _start(self, mine: ServerInView, view: View) -> None:
+        """Take the slot over, with what its last incarnation had kept."""
+        self.started = mine.since
+        if mine.cut is not None:
+            self._ledger.restore(mine.cut.marks)
+            for group, shard in enumerate(self.shards):
+                kept = group in mine.cut.installed and shard.placement.r > 0
+                # Of partial recovery, rows of tables are here already; the network's come from a worker.
+                shard.installed = kept or (bool(self.plan.partial) and group < len(self.shards) - 1)
+                if self.recovery is not None and not kept:
+                    self.recovery.leave_out(group)
+            self._installing.look_again()
+            self._cut = view.cut  # made without this server, and without its rows
+            if self._witness is not None:
+                self._witness.cut = mine.cut.batch
+        if self.protection is not None:
+            self.protection.start()
+
+    def _lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if self.recovery is None:
+            return np.zeros(len(places), np.bool_)
+        return self.recovery.lacks(group, places)
+
+    def _waits(
+        self, envelope: Envelope, kind: Literal["pull", "push"], number: int, parts: Sequence[Update]
+    ) -> bool:
+        """Whether a message names rows that are still to come: it is dealt with once they are here."""
+        recovery = self.recovery
+        if recovery is None or not recovery.left:
+            return False
+        waits = kind == "push" and self._waiting.push_waits(envelope.source)
+        for group, places, _ in parts:
+            self.shards[group].check(places, once=False)
+            if recovery.lacks(group, wide := places.astype(np.int64)).any():
+                recovery.want(group, wide, self._now)
+                waits = True
+        if waits:
+            self._waiting.until_rows(envelope, kind, number)
+        return waits
+
+    def _serve_waiting(self) -> None:
+        """Rows have come back: whoever waited for them is served."""
+        for envelope in self._waiting.at_rows():
+            self.receive(envelope, self._now)
+
+    def _with_kept(self, answer: Pushed | Refused | None, source: Peer) -> Pushed | Refused | None:
+        self._note_changes(source.slot)
+        if isinstance(answer, Pushed):
+            return self._kept.answer(answer, source.slot, self._now)
+        return answer
+
+    def _note_changes(self, worker: int | None = None) -> None:
+        """Parity servers are to hear of what was applied, if anything was."""
+        if self._changed and self.protection is not None:
+            self.protection.changed(self._now, worker)
+        self._changed = False
+
+    def _push(self, envelope: Envelope, message: Push) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
+        source = envelope.source
+        updates = pushed_rows(self.shards, message.parts, envelope.frames)
+        if not all(self.shards[group].installed for group, _, _ in updates):
+            return Refused("not installed", message.sequence), ()
+        if self._waits(envelope, "push", message.sequence, updates):
+            return None, ()
+        if self.contents is not None and not self.contents.complete(source, message.sequence, updates):
+            return Refused("gap", message.sequence), ()
+        answer = self._ledger.push(
+            source, message.sequence, message.batch, updates, samples=message.samples, stage=message.stage
+        )
+        self._serve_ahead(source)
+        return self._with_rows(self._with_kept(answer, source), source, updates, message.returns)
+
+    def _commit(self, envelope: Envelope, message: Commit) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
+        source = envelope.source
+        if self._waiting.push_waits(source, message.sequence):
+            self._waiting.until_rows(envelope, "commit", message.sequence)
+            return None, ()
+        if self.contents is not None and self.contents.lacks(source, message.sequence):
+            return Refused("not staged", message.sequence), ()
+        answer = self._with_kept(self._ledger.commit(source, message.sequence), source)
+        self._serve_ahead(source)
+        return answer, ()
+
+    def _is_ahead(self, envelope: Envelope, message: Pull) -> bool:
+        """Whether a pull has overtaken the push that it must see the effect of: it waits for that."""
+        if self._ledger.applied(envelope.source.slot) >= message.after:
+            return False
+        self._waiting.until_push(envelope, message.request)
+        return True
+
+    def _serve_ahead(self, source: Peer) -> None:
+        for envelope in self._waiting.at_push(source):
+            self.receive(envelope, self._now)
+
+    def _with_rows(
+        self, answer: Pushed | Refused | None, source: Peer, updates: Sequence[Update], group: int
+    ) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
+        """The answer to a push, with the new weights of a group's rows if they were asked for: those that it
+        will leave if it is only staged, so that the worker need not wait for its commit."""
+        if group >= 0 and isinstance(answer, Pushed):
+            for number, places, gradients in updates:
+                if number == group:
+                    shard = self.shards[group]
+                    here = answer.applied or (
+                        self.contents is not None and self.contents.has(source.slot, answer.sequence)
+                    )
+                    rows = shard.pull(places) if here else shard.preview(places, gradients)
+                    return replace(answer, rows=len(places), marks=self._contained(group)), [rows]
+        return answer, ()
+
+    def _pull(self, envelope: Envelope, message: Pull) -> tuple[Rows | None, Sequence[Frame]]:
+        if len(envelope.frames) != len(message.parts):
+            raise ValueError("a pull whose frames do not fit its parts")
+        if self._is_ahead(envelope, message):
+            return None, ()
+        missing = tuple(p.group for p in message.parts if not shard_of(self.shards, p).installed)
+        if missing:
+            return Rows(message.request, (), missing), ()
+        wanted = pulled_rows(message.parts, envelope.frames)
+        if self._waits(envelope, "pull", message.request, wanted):
+            return None, ()
+        marks = self._contained(message.parts[-1].group) if message.parts else ()
+        rows = [self.shards[g].pull(places) for g, places, _ in wanted]
+        return Rows(message.request, message.parts, marks=marks), rows
+
+    def _install(self, source: Peer, message: Install, frames: Sequence[Frame]) -> None:
+        network = len(self.shards) - 1
+        for update in pushed_rows(self.shards, message.parts, frames):
+            if not self._takes_first_values or self.shards[update[0]].installed:
+                continue
+            if update[0] == network and self.contents is not None and self.me.incarnation > 1:
+                self.contents.offer(source, message, update)
+            else:
+                self._put_first_values(update)
+        self._install_copy()
+
+    def _put_first_values(self, update: Update) -> None:
+        group, places, weights = update
+        self.shards[group].install(places, weights)
+        if self.protection is not None:
+            self.protection.changed(self._now)
+
+    def _apply(self, worker: int, sequence: int, updates: list[Update]) -> None:
+        network = len(self.shards) - 1
+        contents = self.contents
+        skipped = network if contents is not None and contents.has(worker, sequence) else -1
+        for update in updates:
+            if update[0] != skipped:
+                self.shards[update[0]].push(*update[1:])
+                self._touched(update)
+        if contents is not None:
+            contents.note(worker, sequence)
+        self.pushes += 1
+        self._changed = True
+
+    def _touched(self, update: Update) -> None:
+        if self.saver is not None:
+            self.saver.touched(*update[:2])
+
+    def _install_copy(self) -> None:
+        """Take a worker's copy of the network over, if it is clear which."""
+        if self.contents is not None and self.started.epoch:
+            chosen = self.contents.advance(self.view)
+            if chosen is not None:
+                self._put_first_values(chosen)
+
+    def _contained(self, group: int) -> tuple[int, ...]:
+        """What whoever gets rows of this group must know of them."""
+        network = len(self.shards) - 1
+        return tuple(self.contents.marks) if self.contents is not None and group == network else ()
+
+
+def _make_shards(me: Peer, plan: JobPlan, witness: Witness | None, *, empty: bool) -> list[GroupShard]:
+    make = GroupShard if witness is None else witness.shard
+    return [
+        make(group, placement, me.slot, plan.seed, keep_changes=placement.r > 0, empty=empty)
+        for group, placement in zip(plan.groups, plan.placements, strict=True)
+    ]

@@ -1,0 +1,162 @@
+"""The process round a server. It loads no torch, and what stores need only if rows are saved: a new one is
+waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from holdfast.cluster.protocol.envelope import as_array
+from holdfast.cluster.protocol.messages import View
+from holdfast.cluster.redundancy.parity import Blocks, ParityShard
+from holdfast.cluster.report.failures import lost_rows_path
+from holdfast.cluster.runtime.loop import connect_servers, memory_bytes, open_transport, run_node
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
+from holdfast.cluster.server.machine import Server
+from holdfast.cluster.server.witness import Witness
+from holdfast.coding.placement import Placement
+from holdfast.kernels.coding import within
+from holdfast.kernels.compiling import in_turn
+from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
+from holdfast.tables.shard import GroupShard
+
+_prepared = False
+
+
+def run(assignment: Assignment) -> None:
+    """Be a server until the job ends."""
+    plan = assignment.plan
+    with contextlib.nullcontext() if _prepared else in_turn():  # a spare is wanted at once
+        _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
+    with open_transport(assignment) as transport:
+        fresh = plan.resume is None
+        server = Server(
+            assignment.me,
+            plan,
+            transport.endpoint,
+            fresh=fresh,
+            counters=transport.counters,
+            measure=lambda: (memory_bytes(), time.process_time()),
+            pid=os.getpid(),
+            witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
+        )
+        if server.recovery is not None:
+            server.recovery.on_lost = _LostRows(assignment)
+        if plan.saving is not None:
+            # Behind its back, so that it gives signs of life meanwhile: reading may take minutes.
+            server.restoring = True
+            threading.Thread(target=_open_store, args=(server,), name="store", daemon=True).start()
+        run_node(server, transport, until=lambda: server.over, prepare=_Connect(server, transport))
+
+
+class _LostRows:
+    """Writes down which rows of which tables are lost, so that everybody can tell: all of them, if the job
+    goes on without them; if it does not, those that are found before it ends."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._path = lost_rows_path(Path(assignment.folder), assignment.me, assignment.plan)
+        self._begun = False
+        self._groups = assignment.plan.groups
+
+    def __call__(self, group: int, rows: NDArray[np.int64]) -> None:
+        tables, firsts = self._groups[group].tables, self._groups[group].firsts
+        numbers = np.searchsorted(firsts, rows, "right") - 1
+        lines = [f"{tables[t].name},{row - firsts[t]}\n" for t, row in zip(numbers, rows, strict=True)]
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            # A job that went back to a checkpoint begins to count its processes anew.
+            with self._path.open("a" if self._begun else "w") as file:
+                file.writelines(lines if self._begun else ["table,row\n", *lines])
+            self._begun = True
+        except OSError:  # a full disk is no reason to lose more
+            traceback.print_exc()
+
+
+class _Connect:
+    """Connects a server to those that it has lanes with, whenever a view is new."""
+
+    def __init__(self, server: Server, transport: ZmqTransport) -> None:
+        self._server, self._transport = server, transport
+        self._by: View | None = None
+        placements = server.plan.placements
+        near = (n for placement in placements if placement.r for n in placement.neighbours(server.me.slot))
+        self._neighbours = set(near)
+
+    def __call__(self) -> None:
+        view = self._server.view
+        if view is not self._by:
+            self._by = view
+            connect_servers(self._transport, view, self._neighbours)
+
+
+def _open_store(server: Server) -> None:
+    from holdfast.cluster.saving.resume import prepare_saving  # noqa: PLC0415
+
+    prepare_saving(server)
+
+
+def load() -> None:
+    """Let numba load what any compiled loop needs, once for all servers: that takes longer than the loops."""
+    with in_turn():
+        within(np.zeros(1, np.int64), 1)
+
+
+def prepare() -> None:
+    """Load the loops of every optimizer, and what stores need."""
+    from holdfast.cluster import resuming  # noqa: F401, PLC0415
+
+    names = get_args(OptimizerName)
+    groups = [
+        GroupPlan(name=name, dim=1, tables=(), optimizer=OptimizerPlan(name=name, lr=0.0)) for name in names
+    ]
+    global _prepared  # noqa: PLW0603 (a process is prepared once)
+    with in_turn():
+        _warm_up(groups, (2, 1), (2, 2))
+    _prepared = True
+
+
+def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
+    """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
+    few = np.arange(3, dtype=np.uint32).tobytes()
+    for group in groups:
+        small = replace(group, tables=(TablePlan("few", 3),), initial="installed")
+        shard = GroupShard(small, Placement(1), 0, 0, keep_changes=True)
+        zeros = bytes(3 * 4 * group.dim)
+        # As they come in messages: for arrays of another kind, other code would be compiled.
+        places = as_array(few, np.uint32, (3,))
+        values = as_array(zeros, np.float32, (3, group.dim))
+        shard.install(places, values)
+        shard.push(places, values)
+        shard.preview(places, values)
+        shard.pull(places)
+        shard.write(places, shard.records.copy())
+        shard.write(np.arange(3), shard.records.copy())  # as rows come back
+        shard.changes.keep(places)
+        ((_, blocks, differences),) = shard.changes.take()
+        for k, r in codes:
+            _warm_up_code(small, Placement(k + r, k, r), blocks, differences.tobytes())
+
+
+def _warm_up_code(group: GroupPlan, placement: Placement, blocks: Blocks, differences: bytes) -> None:
+    tables = (TablePlan("few", 3 * placement.k * placement.servers),)
+    few = replace(group, tables=tables, initial="uniform")
+    parity = ParityShard(few, placement, 0, 0)
+    records = as_array(differences, np.uint32, (3, group.words))
+    for t in range(placement.r):
+        parity.change(t, 0, blocks, records)
+        lost = tuple(range(min(t + 1, placement.k)))
+        parity.code.solve(lost, {at: parity.get(at, blocks) for at in range(len(lost))})
+    empty = ParityShard(few, placement, 0, None)
+    empty.add(0, 0, blocks, records)
+    empty.change(0, 0, blocks, records)

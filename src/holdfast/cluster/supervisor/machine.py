@@ -1,0 +1,469 @@
+"""Who is alive, and what the job is to be: the supervisor as a machine without clock and socket.
+
+Everything is decided from what nodes last said of themselves, and told to them as a view; a view that did
+not arrive is sent again when a beat shows an old one. So there is no step in which a lost message, or a
+supervisor that dies and comes back, could leave something half done.
+
+A worker that dies is replaced in three steps, each complete when every server says that it follows the
+view: *fencing* (servers refuse the old incarnation from now on), *settling* (a push that some servers have
+applied and others only staged is applied by all; one that none has applied is dropped), and the *start* of
+the new incarnation behind the last batch that counts. Every incarnation gets a new epoch, which is durable
+before anybody hears of it (``epochs``).
+
+``Supervisor.advance`` is the main path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec.structs import asdict
+
+from holdfast.cluster.protocol.admission import Admission
+from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.messages import (
+    Beat,
+    Evaluation,
+    Exit,
+    Peer,
+    Saved,
+    ServerInView,
+    View,
+    ViewNumber,
+)
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.wire import Message
+from holdfast.cluster.supervisor.evaluations import Evaluations
+from holdfast.cluster.supervisor.members import Cut, Failure, ServerMember, WorkerMember
+from holdfast.cluster.supervisor.recovery_log import RecoveryLog
+from holdfast.cluster.supervisor.settling import what_counts
+from holdfast.cluster.supervisor.stalls import Stalls
+from holdfast.cluster.supervisor.tally import Tally
+from holdfast.cluster.supervisor.views import Storage, Views
+
+
+class Keeper(Protocol):
+    """Decides when the job is saved, and makes what servers have copied a version."""
+
+    def receive(self, slot: int, message: Saved, frames: Sequence[Frame]) -> None:
+        """What a server has saved."""
+
+    def advance(self, supervisor: Supervisor, now: float) -> None:
+        """Do whatever what is known allows; called after every message and tick."""
+
+    def may_stop(self, supervisor: Supervisor, now: float) -> bool:
+        """Whether everything is saved; asked again and again at the end of the job."""
+
+
+class Supervisor:
+    """The machine of the supervisor.
+
+    Args:
+        plan: the job's.
+        storage: where epochs are kept.
+        now: the time.
+        test_every: batches between tests; 0: only at the end.
+        keeper: who saves the job; None if nobody does.
+    """
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        storage: Storage,
+        now: float,
+        test_every: int = 0,
+        keeper: Keeper | None = None,
+    ) -> None:
+        self.me = Peer("supervisor")
+        self.plan = plan
+        self.admission = Admission(self.me, plan)
+        self.outbox: list[Envelope] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.failure: Failure | None = None
+        self.cut: Cut | None = None
+        self.cuts_made: list[Cut] = []
+        """Cuts that all servers have copied; whoever saves takes them out."""
+        self.finished = False
+        self._keeper = keeper
+        self._hold = False
+        self._launcher_beat: Beat | None = None
+        self._look_again = 0.0
+        self._advanced = ViewNumber()
+        self._ticked = now
+        self._views = Views(plan, storage, self._tell)
+        self._first = self.view.number
+        self.servers = [
+            ServerMember(
+                "server",
+                entry.slot,
+                entry.incarnation,
+                now,
+                stage="started" if entry.starts else "fencing",
+                since_view=self._first,
+            )
+            for entry in self.view.servers
+        ]
+        self.workers = [
+            WorkerMember("worker", entry.slot, entry.incarnation, now, since_view=self._first)
+            for entry in self.view.workers
+        ]
+        self._tally = Tally(plan, self.servers, self.workers)
+        self._evaluations = Evaluations(self._first.epoch, test_every, self.steps())
+        self._stalls = Stalls(plan, self.servers, now)
+        self._log = RecoveryLog(plan, self.servers, self.workers, self._tally, self.events)
+
+    @property
+    def view(self) -> View:
+        """What everybody is told."""
+        return self._views.now
+
+    @property
+    def tests(self) -> list[Evaluation]:
+        """How tests came out."""
+        return self._evaluations.results
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        """Take one message."""
+        beat, source = envelope.message, envelope.source
+        if not self.admission.admits(envelope):
+            return
+        if isinstance(beat, Saved):
+            member = self._member(source)
+            if self._keeper is not None and member is not None and member.peer == source:
+                self._keeper.receive(source.slot, beat, envelope.frames)
+                self.advance(now)
+            return
+        if not isinstance(beat, Beat):
+            return
+        if source.role == "launcher":
+            news = beat != self._launcher_beat
+            self._launcher_beat = beat
+            for exited in beat.exited:
+                self._note_exit(exited, now)
+            if beat.state == "done":
+                self.request_stop()
+            self._hold = beat.state == "held"
+        else:
+            member = self._member(source)
+            if member is None:
+                return
+            news = source.incarnation == member.incarnation and beat != member.beat
+            if source.incarnation == member.incarnation:
+                member.beat, member.heard = beat, now
+                self._look_at(member, beat, now)
+        if news:  # most beats say what the last one said
+            self.advance(now)
+        if beat.view < self.view.number:
+            self._send(source, self.view)
+
+    def tick(self, now: float) -> None:
+        """Look for nodes that have fallen silent."""
+        timing = self.plan.timing
+        stood_still = now - self._ticked
+        self._ticked = now
+        if stood_still > timing.silent_seconds / 2:
+            # Whoever does not listen cannot tell who was silent.
+            for member in [*self.servers, *self.workers]:
+                member.since += stood_still
+                member.heard = None if member.heard is None else member.heard + stood_still
+            self._stalls.forgive(stood_still)
+        members: list[ServerMember | WorkerMember] = [*self.servers, *self.workers]
+        for member in members:
+            silence = now - (member.since if member.heard is None else member.heard)
+            if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
+                self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
+        if self._keeper is not None or self.view.number != self._advanced:
+            self.advance(now)
+        if self.view.phase != "starting" and now >= self._look_again:
+            self._look_again = now + timing.beat_seconds
+            stalled = self._stalls.look(self.steps(), members, now)
+            if stalled is not None:
+                self._fail(stalled)
+
+    def request_cut(self, version: int, *, baseline: bool = True, whole: bool = True) -> None:
+        """Make a consistent cut of all rows for this version: workers hold, servers copy, workers go on.
+
+        ``version`` must be beyond all that any server has heard of; ask ``may_cut`` before.
+        """
+        assert self.cut is None
+        if self.view.phase == "running":
+            self._views.change(phase="holding", baseline=baseline, whole=whole)
+            self.cut = Cut(version, self.view.number)
+        elif self.view.phase == "ending":  # they finish their batch anyway, and do not go on
+            self._views.change(baseline=baseline, whole=whole)
+            self.cut = Cut(version, self.view.number)
+
+    def may_cut(self) -> bool:
+        """Whether a cut can be asked for, and servers' beats say which was the last they heard of.
+
+        A beat that was sent before this supervisor came to be may be older than a cut that the one before it
+        asked for: the same number would then stand for two instants.
+        """
+        going = self.view.phase in ("running", "ending") and self.cut is None
+        return going and all(s.follows(self._first) and s.whole for s in self.servers)
+
+    @property
+    def degraded(self) -> bool:
+        """Whether rows or parities are lacking."""
+        return self._log.degraded
+
+    def announce(self, **changes: int) -> None:
+        """Tell everybody what has become of a version: "committed" or "tidied"."""
+        if self.view.phase != "stopping":
+            self._views.change(**changes)
+
+    def send(self, server: int, message: Message) -> None:
+        """Send something to a server."""
+        self._send(self.servers[server].peer, message)
+
+    def request_stop(self) -> None:
+        """End the job before its time: workers finish their batch, a test is made, everything stops."""
+        if self.view.phase in ("running", "holding"):
+            self.cut = None
+            self._views.change(phase="ending")
+
+    def steps(self) -> int:
+        """Batches that count so far, of all workers together and of the runs that this one goes on from."""
+        return self._tally.steps()
+
+    def samples(self) -> int:
+        """Samples of those batches."""
+        return self._tally.samples()
+
+    def advance(self, now: float) -> None:
+        """Do whatever what is known allows."""
+        self._advanced = self.view.number
+        if self.view.phase == "stopping":
+            return
+        for server in self.servers:
+            self._bring_in_server(server, now)
+        self._log.note_redundancy(now)
+        if self.view.phase == "starting" and all(m.stage == "started" for m in self.servers):
+            self._views.change(phase="running")
+        for worker in self.workers:
+            self._bring_in(worker)
+        self._advance_cut()
+        if self.cut is None and self.view.phase == ("running" if self._hold else "holding"):
+            self._views.change(phase="holding" if self._hold else "running")
+        if self._keeper is not None:
+            self._keeper.advance(self, now)
+        self._advance_tests(now)
+
+    def _bring_in_server(self, server: ServerMember, now: float) -> None:
+        """Take a new incarnation of a server one step further, if all others are ready for it."""
+        beat = server.beat
+        if server.stage == "started":
+            self._note_recovery(server, now)
+        elif beat is not None and beat.started.epoch:  # this supervisor came back, or another saw it start
+            since = beat.started
+            self._views.change_server(server.slot, endpoint=beat.endpoint, starts=True, since=since)
+            server.stage = "started"
+            self._note_recovery(server, now)  # at once: without its rows there must be no cut
+        elif server.incarnation == 1:
+            if all(s.ready for s in self.servers):
+                self._begin()
+        elif server.stage == "fencing":
+            if (beat is not None or server.lost_at is not None) and self._others_follow(server):
+                self._settle_server(server)
+        elif beat is not None and server.ready and self._others_follow(server):
+            self._views.start_server(server.slot, beat.endpoint)
+            server.stage = "started"
+            self._log.note_start(server, now)
+
+    def _note_recovery(self, server: ServerMember, now: float) -> None:
+        failure = self._log.note(server, now)
+        if failure is not None:
+            self._fail(failure)
+
+    def _begin(self) -> None:
+        """All servers have their rows: the first ones of all slots begin in one view."""
+        self._views.begin()
+        since = self._views.next_number()
+        for server in self.servers:
+            if server.incarnation == 1 and server.beat is not None and server.beat.started.epoch:
+                since = server.beat.started  # by a view that the others have missed
+        entries = list(self.view.servers)
+        for server in self.servers:
+            if server.incarnation == 1 and server.stage != "started" and server.beat is not None:
+                server.stage = "started"
+                endpoint = server.beat.endpoint
+                entries[server.slot] = ServerInView(server.slot, 1, endpoint, starts=True, since=since)
+        self._views.change(servers=tuple(entries))
+
+    def _others_follow(self, server: ServerMember) -> bool:
+        """Whether all other servers know of what was said of this one last, or have nothing to do with it."""
+        for other in self.servers:
+            if other is server:
+                continue
+            if other.beat is None or (other.beat.started.epoch and not other.follows(server.since_view)):
+                return False
+        return True
+
+    def _settle_server(self, server: ServerMember) -> None:
+        """Decide how much of a dead server's work counts, if the job can go on without it."""
+        server.samples_then = self.samples()
+        counts = what_counts(self.plan, server, self.servers)
+        if isinstance(counts, Failure):
+            self._fail(counts)
+            return
+        self._views.change_server(server.slot, cut=counts)
+        server.stage = "settling"
+        server.since_view = self.view.number
+
+    def _bring_in(self, worker: WorkerMember) -> None:
+        """Take a new incarnation of a worker one step further, if all servers are ready for it."""
+        if worker.stage == "started":
+            return
+        if not all(s.stage == "started" and s.marks and s.follows(worker.since_view) for s in self.servers):
+            return
+        marks = [s.marks[worker.slot] for s in self.servers]
+        if worker.stage == "fencing":
+            # Nothing that the old incarnation sent can change these marks any more.
+            self._views.change_worker(worker.slot, settle=max(mark.sequence for mark in marks))
+            worker.stage = "settling"
+        elif all(mark.kept >= mark.sequence for mark in marks):
+            # Nobody has its pushes any more: what a server that died had not kept would be lost.
+            # With atomic pushes all marks are equal by now. Without, some servers may be one batch ahead: it
+            # is computed again, and they recognise its number.
+            last = min(marks, key=lambda mark: mark.sequence)
+            self._views.change_worker(worker.slot, starts=True, sequence=last.sequence, batch=last.batch)
+            worker.stage = "started"
+            self.events.append(worker.event("worker_started", sequence=last.sequence))
+        else:
+            return
+        worker.since_view = self.view.number
+
+    def _advance_cut(self) -> None:
+        cut = self.cut
+        if cut is None:
+            return
+        if not cut.positions:
+            if all(worker.holds(cut.view) for worker in self.workers):
+                cut.positions = tuple(w.beat.batch for w in self.workers if w.beat is not None)
+                self._views.change(cut=cut.version)
+        elif all(s.stage == "started" and s.beat and s.beat.cut >= cut.version for s in self.servers):
+            # Nobody has gone on yet, so these beats say what is in the cut.
+            cut.steps, cut.samples = self.steps(), self.samples()
+            self.cut = None
+            self.cuts_made.append(cut)
+            if self.view.phase == "holding":
+                self._views.change(phase="running")
+
+    def _advance_tests(self, now: float) -> None:
+        tester, tests = self.workers[0], self._evaluations
+        tested = tests.take(tester.beat.tested if tester.beat is not None else None)
+        if tested is not None:
+            self.events.append(("test", asdict(tested)))
+        done = all(
+            w.stage == "started" and w.beat is not None and w.beat.state == "done" for w in self.workers
+        )
+        if not (done or tests.every):
+            return
+        steps = self.steps()
+        if done and not tests.waiting and self.cut is None and all(s.whole for s in self.servers):
+            if not tests.has_tested(steps):
+                self._views.change_worker(tester.slot, test=tests.begin(steps))
+            elif self._keeper is None or self._keeper.may_stop(self, now):
+                self.finished = True
+                self._views.change(phase="stopping")
+        elif not tests.waiting and tests.is_due(steps):
+            self._views.change_worker(tester.slot, test=tests.begin(steps))
+
+    def _look_at(self, member: ServerMember | WorkerMember, beat: Beat, now: float) -> None:
+        if beat.state == "failed":
+            self._fail(Failure("error", member.peer, beat.error))
+        elif isinstance(member, WorkerMember) and beat.stuck_on and member.stage == "started":
+            # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
+            if not any(self.servers[s].makes_wait for s in beat.stuck_on) and all(
+                beat.view >= self.view.servers[s].since for s in beat.stuck_on
+            ):
+                self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
+        elif member.role == "server":
+            # Two servers cannot talk to each other: one is replaced, if the code covers that.
+            for other in [self.servers[s] for s in beat.stuck_on if 0 <= s < len(self.servers)]:
+                known = other.stage == "started" and beat.view >= self.view.servers[other.slot].since
+                if known and self._can_lose(other):
+                    self._lose(other, f"cannot be reached by server {member.slot}", now)
+                    return
+
+    def _can_lose(self, victim: ServerMember) -> bool:
+        """Whether no ring lacks more servers than the code covers if this one is gone, too."""
+        gone = {victim.slot} | {server.slot for server in self.servers if not server.sound}
+        ring = self.plan.placement.ring(victim.slot)
+        return len(gone.intersection(ring)) <= self.plan.r
+
+    def _note_exit(self, exited: Exit, now: float) -> None:
+        member = self._member(exited.peer)
+        if member is None or exited.peer.incarnation != member.incarnation or self.view.phase == "stopping":
+            return
+        how = f"was killed by signal {-exited.code}" if exited.code < 0 else f"ended with code {exited.code}"
+        self._lose(member, how, now)
+
+    def _lose(self, member: ServerMember | WorkerMember, how: str, now: float) -> None:
+        """A node no longer counts: it is replaced, or the job ends."""
+        if self.view.phase == "stopping":
+            return
+        covered = (self.plan.r and self.plan.dense != "none") or self.plan.partial
+        protected = bool(covered and self._views.began)
+        partial = {"partial": True} if self.plan.partial else {}
+        protects = {"protected": protected, **partial} if member.role == "server" else {}
+        self.events.append(member.event(f"{member.role}_lost", reason=how, step=self.steps(), **protects))
+        if isinstance(member, ServerMember) and not protected:
+            self._fail(Failure("server", member.peer, how))
+        elif isinstance(member, ServerMember) and self.plan.partial == "full":
+            self._fail(Failure("lost", member.peer, how))
+        elif self._count_death(member) > self.plan.most_deaths:
+            self._fail(Failure("worker" if member.role == "worker" else "server", member.peer, how))
+        else:
+            self._replace(member, now)
+
+    def _count_death(self, member: ServerMember | WorkerMember) -> int:
+        """How often it has died; of a worker, at the same batch."""
+        if isinstance(member, WorkerMember):
+            sequence = self._tally.sequence(member)
+            member.deaths = 0 if sequence != member.died_at else member.deaths
+            member.died_at = sequence
+        member.deaths += 1
+        return member.deaths
+
+    def _replace(self, member: ServerMember | WorkerMember, now: float) -> None:
+        """A new incarnation is to take the slot over: first the old one is fenced."""
+        member.incarnation += 1
+        member.since, member.heard, member.beat = now, None, None
+        if isinstance(member, ServerMember):
+            self._log.note_loss(member, now)
+            self._stalls.note_loss()
+            self._views.replace_server(member.slot)
+            self._give_up_cut()
+        else:
+            self._views.replace_worker(member.slot)
+        member.stage = "fencing"
+        member.since_view = self.view.number
+
+    def _give_up_cut(self) -> None:
+        """A cut that not all servers have copied comes to nothing."""
+        if self.cut is not None:
+            self.cut = None
+            if self.view.phase == "holding":
+                self._views.change(phase="running")
+
+    def _fail(self, failure: Failure) -> None:
+        if self.failure is None and self.view.phase != "stopping":
+            self.failure = failure
+            self._views.change(phase="stopping")
+
+    def _member(self, peer: Peer) -> ServerMember | WorkerMember | None:
+        slots: dict[str, list[Any]] = {"server": self.servers, "worker": self.workers}
+        members = slots.get(peer.role, [])
+        return members[peer.slot] if 0 <= peer.slot < len(members) else None
+
+    def _tell(self, view: View) -> None:
+        """Send a new view to everybody who is known to listen."""
+        for member in [*self.servers, *self.workers]:
+            if member.beat is not None:
+                self._send(member.peer, view)
+        self._send(Peer("launcher"), view)
+
+    def _send(self, target: Peer, message: Message) -> None:
+        self.outbox.append(Envelope(self.me, target, message))

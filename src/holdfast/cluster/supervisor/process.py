@@ -1,0 +1,210 @@
+"""The supervisor's process: the membership machine, its durable file, the run's events."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.messages import Figures, Happening, NodeStatus, Peer, Status
+from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runtime.loop import TICK_SECONDS, flush, memory_bytes, open_transport
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
+from holdfast.cluster.supervisor.machine import Supervisor
+from holdfast.cluster.supervisor.members import Member
+from holdfast.cluster.supervisor.views import Durable
+from holdfast.events import EventLog
+
+if TYPE_CHECKING:
+    from holdfast.cluster.saving.coordinator import Versions
+
+STATE_FILE = "supervisor.json"
+_STATUS_SECONDS = 0.25
+_FAREWELL_SECONDS = 3.0
+_LET_GO_SECONDS = 2.0
+_MOST_HAPPENINGS = 16
+
+
+class FileStorage:
+    """The durable state in a file: written whole, synced, and only then known to anybody."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / STATE_FILE
+        self.endpoint = ""
+
+    def load(self) -> Durable | None:
+        """What was saved last; None if nothing was."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Durable)
+        except FileNotFoundError:
+            return None
+
+    def save(self, state: Durable) -> None:
+        """Replace the file and sync it and its folder."""
+        state = msgspec.structs.replace(state, endpoint=self.endpoint or state.endpoint)
+        temporary = self._path.with_suffix(".new")
+        with open(temporary, "wb", opener=_open_private) as file:
+            file.write(msgspec.json.encode(state))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """What is in there is nobody else's business."""
+    handle = os.open(path, flags, 0o600)
+    os.fchmod(handle, 0o600)
+    return handle
+
+
+def run(assignment: Assignment) -> None:
+    """Watch over the job until it ends. A supervisor that comes back listens where the last one did."""
+    folder = Path(assignment.folder)
+    storage = FileStorage(folder)
+    known = storage.load()
+    if known is not None:
+        assignment = msgspec.structs.replace(assignment, supervisor=known.endpoint)
+    with open_transport(assignment) as transport, EventLog(folder) as events:
+        storage.endpoint = transport.endpoint
+        test_every = int(assignment.plan.training.get("test_every", 0))
+        runs = ThreadPoolExecutor(1, "holdfast-save")
+        keeper = _keeper(assignment.plan, events, runs, first=known is None)
+        machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every, keeper)
+        _Watch(machine, keeper, transport, events, runs).run()
+
+
+def _keeper(plan: JobPlan, events: EventLog, runs: ThreadPoolExecutor, *, first: bool) -> Versions | None:
+    resume = plan.resume
+    if resume is not None and first:
+        for problem in resume.problems:
+            events.emit("checkpoint_damaged", version=None, error=problem)
+        events.emit(
+            "job_resumed",
+            version=resume.version,
+            step=resume.steps,
+            samples=resume.samples,
+            continues_era=resume.continues,
+        )
+    if plan.saving is None:
+        return None
+    # They take half a second to load, which other jobs need not wait for.
+    from holdfast.cluster.saving.coordinator import Versions  # noqa: PLC0415
+    from holdfast.cluster.saving.resume import open_saving  # noqa: PLC0415
+
+    return Versions(plan, lambda: open_saving(plan), runs, time.monotonic())
+
+
+class _Watch:
+    def __init__(
+        self,
+        machine: Supervisor,
+        keeper: Versions | None,
+        transport: ZmqTransport,
+        events: EventLog,
+        runs: ThreadPoolExecutor,
+    ) -> None:
+        self._machine = machine
+        self._keeper = keeper
+        self._transport = transport
+        self._events = events
+        self._happened: deque[Happening] = deque(maxlen=_MOST_HAPPENINGS)
+        self._next_tick = 0.0
+        self._next_status = 0.0
+        self._shown: object = None
+        self._runs = runs
+        self._letting_go: Future[None] | None = None
+        self._let_go_by = 0.0
+
+    def run(self) -> None:
+        machine = self._machine
+        gone_by = None
+        while True:
+            now = time.monotonic()
+            if machine.view.phase == "stopping" and self._has_let_go(now):
+                gone_by = gone_by or now + _FAREWELL_SECONDS
+                if now > gone_by:
+                    return
+            self._pass_time(now)
+            for envelope in self._transport.poll(max(0.0, self._next_tick - time.monotonic())):
+                machine.receive(envelope, time.monotonic())
+                self._tell()
+
+    def _pass_time(self, now: float) -> None:
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
+            self._machine.tick(now)
+            self._tell()
+        machine = self._machine
+        states = [member.beat.state for member in machine.workers if member.beat is not None]
+        ending = machine.view.phase == "stopping" and not self._has_let_go(now)
+        shown = machine.view.number, states, ending
+        if now >= self._next_status or shown != self._shown:
+            self._shown = shown
+            self._next_status = now + _STATUS_SECONDS
+            dropped = self._machine.admission.dropped + self._transport.counters.dropped
+            status = _status(self._machine, self._keeper, now, self._happened, dropped)
+            if ending:
+                # Whoever hears of the end ends this process, and may start the job again at once.
+                status = msgspec.structs.replace(status, finished=False, failure=None)
+            self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
+
+    def _has_let_go(self, now: float) -> bool:
+        """Whether the store is free for others, or too slow to wait for: then the lease must run out."""
+        if self._keeper is None:
+            return True
+        if self._letting_go is None:
+            self._letting_go = self._runs.submit(self._keeper.close)  # behind what is being written
+            self._let_go_by = now + _LET_GO_SECONDS
+        return self._letting_go.done() or now > self._let_go_by
+
+    def _tell(self) -> None:
+        for said in [self._machine.events, *([self._keeper.events] if self._keeper else [])]:
+            for name, figures in said:
+                self._events.emit(name, **figures)
+                self._happened.append(Happening(time.time(), name, figures))
+            said.clear()
+        flush(self._machine, self._transport)
+
+
+def _status(
+    machine: Supervisor, keeper: Versions | None, now: float, happened: Iterable[Happening], dropped: int
+) -> Status:
+    failure = machine.failure
+    me = NodeStatus(machine.me, "watching", 0.0, Figures(memory_bytes=memory_bytes(), dropped=dropped))
+    return Status(
+        phase=machine.view.phase,
+        steps=machine.steps(),
+        samples=machine.samples(),
+        nodes=(me, *(_node_status(member, now) for member in [*machine.servers, *machine.workers])),
+        tests=tuple(machine.tests),
+        versions=tuple(keeper.saved) if keeper else (),
+        save_failures=keeper.failures() if keeper else (),
+        unsaved=keeper is not None and keeper.failures.unsaved,
+        last_version=keeper.last_version if keeper else 0,
+        saved_steps=keeper.saved_steps if keeper else 0,
+        replaced=sum(worker.incarnation - 1 for worker in machine.workers),
+        finished=machine.finished,
+        failure=(failure.kind, failure.peer, failure.text) if failure else None,
+        happened=tuple(happened),
+        degraded=machine.degraded,
+    )
+
+
+def _node_status(member: Member, now: float) -> NodeStatus:
+    if member.beat is None or member.heard is None:
+        return NodeStatus(member.peer, "starting", 0.0, Figures())
+    beat = member.beat
+    return NodeStatus(member.peer, beat.state, now - member.heard, beat.figures, beat.redundancy)
