@@ -29,8 +29,7 @@ from holdfast.cluster.protocol.messages import (
 )
 from holdfast.cluster.protocol.plan import Resume
 from holdfast.cluster.protocol.wire import Message
-from holdfast.cluster.worker.calls import Calls, Floats, Spread, empty_spread
-from holdfast.cluster.worker.copies import Copy
+from holdfast.cluster.worker.calls import Calls, Copy, Floats, Spread, empty_spread
 from holdfast.cluster.worker.machine import Item, Worker
 from holdfast.sim.cluster import counting_plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.cluster.saving.ranking import rankings
+from holdfast.cluster.saving.shard_saver import rankings
 from holdfast.coding.placement import Placement
 from holdfast.options import PriorityName
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.cluster.protocol.messages import Beat, Instant, LaneState, ViewNumber, WorkerMark
+from holdfast.cluster.supervisor.machine import what_counts
 from holdfast.cluster.supervisor.members import Failure, ServerMember
-from holdfast.cluster.supervisor.settling import what_counts
 from holdfast.sim.cluster import counting_plan
 
 PLAN = counting_plan(servers=3, workers=2, atomic=False, k=2, r=1)

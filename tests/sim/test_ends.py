@@ -12,7 +12,7 @@ from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.redundancy import recover as recovery
 from holdfast.cluster.supervisor import machine as membership
-from holdfast.cluster.supervisor import stalls
+from holdfast.cluster.supervisor import machine as stalls
 from holdfast.cluster.supervisor import watch as watching
 from holdfast.sim.cluster import ROWS, Cluster, counting_plan
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.runtime.transport.memory import Weather
-from holdfast.cluster.server import contents
+from holdfast.cluster.server import initial_values as contents
 from holdfast.cluster.server import initial_values as installing
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.sim.cluster import FIRST_VALUE, Cluster, SimWorker, counting_plan

@@ -9,6 +9,7 @@ real machines.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,39 @@ class Envelope(Struct, frozen=True):
     def nbytes(self) -> int:
         """Of the arrays."""
         return sum(memoryview(frame).nbytes for frame in self.frames)  # type: ignore[arg-type, misc]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has gone through a transport, and what has not."""
+
+    sent: int = 0
+    sent_bytes: int = 0
+    received: int = 0
+    received_bytes: int = 0
+    malformed: int = 0
+    """Came in and was no message, or above the limits."""
+    damaged: int = 0
+    """Came in with a checksum that does not match."""
+    impostors: int = 0
+    """Came in from a node that claimed to be another than its connection proves."""
+    other_job: int = 0
+    """Came in from another job."""
+    misdirected: int = 0
+    """Came in for another role or slot."""
+    unroutable: int = 0
+    """Not sent: nothing leads to that peer (any more)."""
+    full: int = 0
+    """Not sent: too much waits for that peer already."""
+    refused: int = 0
+    """Connections that failed the handshake: no key, a key that is not allowed, not ZeroMQ at all."""
+    shed: int = 0
+    """Connections that were closed since too many had not proved who they are."""
+
+    @property
+    def dropped(self) -> int:
+        """Messages that came in and were not passed on."""
+        return self.malformed + self.damaged + self.impostors + self.other_job + self.misdirected
 
 
 class Node(Protocol):

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from holdfast.cluster.protocol.admission import Admission
-from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.envelope import Counters, Envelope, Frame
 from holdfast.cluster.protocol.messages import (
     Beat,
     Collect,
@@ -28,6 +28,7 @@ from holdfast.cluster.protocol.messages import (
     Refused,
     Relay,
     Rows,
+    Saved,
     ServerInView,
     View,
     ViewNumber,
@@ -47,16 +48,37 @@ from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.redundancy.recover import Recovery
 from holdfast.cluster.redundancy.replicator import Protection
 from holdfast.cluster.redundancy.stripes import Rebuilding
-from holdfast.cluster.runtime.transport.zmq import Counters
-from holdfast.cluster.server.contents import Contents
 from holdfast.cluster.server.deferred import Waiting
 from holdfast.cluster.server.durability import KeptPushes
-from holdfast.cluster.server.initial_values import Installing
+from holdfast.cluster.server.initial_values import Contents, Installing
 from holdfast.cluster.server.ledger import PushLedger
 from holdfast.cluster.server.requests import Update, pulled_rows, pushed_rows, shard_of
-from holdfast.cluster.server.saver import Saver
-from holdfast.cluster.server.witness import Witness
 from holdfast.tables.shard import GroupShard, digest
+
+if TYPE_CHECKING:
+    from holdfast.cluster.server.witness import Witness
+
+
+class Saver(Protocol):
+    """Saves a server's rows behind its back (see ``saving.ShardSaver``)."""
+
+    def touched(self, group: int, places: NDArray[np.uint32]) -> None:
+        """A push has updated these rows."""
+
+    def cut(self, version: int, *, baseline: bool, whole: bool) -> None:
+        """Copy what a version holds, all rows, those that changed, or of those the ones to save first.
+
+        They may go on changing then.
+        """
+
+    def settle(self, committed: int, tidied: int) -> None:
+        """The newest version that exists, and the newest behind which files were rearranged."""
+
+    def saved(self) -> int:
+        """The newest version whose files are durable, or could not be written."""
+
+    def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
+        """What the supervisor must know of a version; None: not yet."""
 
 
 class Server:

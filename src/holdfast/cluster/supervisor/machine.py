@@ -26,6 +26,7 @@ from holdfast.cluster.protocol.messages import (
     Beat,
     Evaluation,
     Exit,
+    Instant,
     Peer,
     Saved,
     ServerInView,
@@ -35,11 +36,8 @@ from holdfast.cluster.protocol.messages import (
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.supervisor.evaluations import Evaluations
-from holdfast.cluster.supervisor.members import Cut, Failure, ServerMember, WorkerMember
+from holdfast.cluster.supervisor.members import Cut, Failure, Member, ServerMember, Tally, WorkerMember
 from holdfast.cluster.supervisor.recovery_log import RecoveryLog
-from holdfast.cluster.supervisor.settling import what_counts
-from holdfast.cluster.supervisor.stalls import Stalls
-from holdfast.cluster.supervisor.tally import Tally
 from holdfast.cluster.supervisor.views import Storage, Views
 
 
@@ -467,3 +465,91 @@ class Supervisor:
 
     def _send(self, target: Peer, message: Message) -> None:
         self.outbox.append(Envelope(self.me, target, message))
+
+
+class Stalls:
+    """Tells how long a job has made no progress though some server is not as it should be.
+
+    Progress is a batch that counts, or fewer rows and parities that are lacking. That a server is replaced
+    is none by itself: it could be replaced for ever.
+
+    Args:
+        plan: the job's.
+        servers: what is known of them.
+        now: the time.
+    """
+
+    def __init__(self, plan: JobPlan, servers: Sequence[ServerMember], now: float) -> None:
+        self._plan, self._servers = plan, servers
+        self._since = now
+        self._steps = -1
+        self._lacking: int | None = None
+
+    def forgive(self, seconds: float) -> None:
+        """For so long nobody has looked."""
+        self._since += seconds
+
+    def note_loss(self) -> None:
+        """A server is gone: more is lacking from now on."""
+        self._lacking = None
+
+    def look(self, steps: int, members: Sequence[Member], now: float) -> Failure | None:
+        """Why the job cannot go on, if nothing has moved for too long."""
+        beats = [s.beat for s in self._servers if s.beat is not None]
+        lacking = sum(beat.redundancy.rows + beat.redundancy.parities for beat in beats)
+        moved = steps != self._steps or (self._lacking is not None and lacking < self._lacking)
+        # What is read from a store may take long.
+        reading = any(beat.state == "restoring" or beat.redundancy.lost for beat in beats)
+        stuck = [m for m in members if m.beat is not None and m.beat.stuck_on]
+        ill = [s for s in self._servers if not s.sound]
+        if moved or reading or not (stuck or ill):
+            self._since = now
+        self._steps = steps
+        self._lacking = lacking if self._lacking is None else min(lacking, self._lacking)
+        limit = self._plan.timing.hopeless_seconds
+        if not self._plan.r or now - self._since <= limit:
+            return None
+        who = (ill or stuck)[0]
+        said = who.beat.redundancy if who.beat is not None else None
+        lacks = f"lacks {said.rows:,} rows and {said.parities:,} parities" if said and ill else "is not there"
+        links = "; ".join(
+            f"{m.peer} does not reach server {m.beat.stuck_on[0]}" for m in stuck if m.beat is not None
+        )
+        text = f"{lacks if ill else 'waits'}, and nothing has come back for {limit:g} s"
+        return Failure("stalled", who.peer, f"{text} ({links})" if links else text)
+
+
+def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMember]) -> Instant | Failure:
+    """What all of its parity servers have; why the job cannot go on if nobody can say."""
+    others = [server for server in servers if server is not dead]
+    states = [
+        state
+        for other in others
+        if other.beat is not None
+        for state in other.beat.lanes
+        if state.slot == dead.slot
+    ]
+    if not states:
+        return _without_parities(plan, dead, others)
+    newest = max(state.incarnation for state in states)
+    last = [state for state in states if state.incarnation == newest]
+    if len(last) < len(states):
+        # Some have not even heard that the last one began: nothing of it can have been kept.
+        return next(state.first for state in last if state.first.batch == 0)
+    return min((state.now for state in last), key=lambda instant: instant.batch)
+
+
+def _without_parities(plan: JobPlan, dead: ServerMember, others: Sequence[ServerMember]) -> Instant | Failure:
+    """All rows of the server go back to what was saved; workers go on from where all others stand.
+
+    A worker sends a push only when all servers have applied the one before. So what the others have in
+    common is that push, which is new to the replacement, or the one before it.
+    """
+    known = [other.marks for other in others if other.marks]
+    if not known:
+        return Failure("lost", dead.peer, "and all other servers")
+    if not (plan.partial or plan.beyond == "rows"):
+        return Failure("lost", dead.peer, "and all servers that hold its parities")
+    marks = tuple(min(of_one, key=lambda mark: mark.sequence) for of_one in zip(*known, strict=True))
+    pushed = any(mark.sequence for mark in marks)  # which takes first values everywhere
+    return Instant(0, marks, tuple(range(len(plan.groups))) if pushed else plan.first_installed)

@@ -8,8 +8,7 @@ from typing import Any
 
 from holdfast.cluster.protocol.messages import Redundancy, WorkerMark
 from holdfast.cluster.protocol.plan import JobPlan
-from holdfast.cluster.supervisor.members import Failure, ServerMember, WorkerMember
-from holdfast.cluster.supervisor.tally import Tally
+from holdfast.cluster.supervisor.members import Failure, ServerMember, Tally, WorkerMember
 
 
 class Recoveries:

@@ -25,7 +25,7 @@ import zmq.utils.z85
 from holdfast.cluster.runtime.keys import Keys
 
 if TYPE_CHECKING:
-    from holdfast.cluster.runtime.transport.zmq import Counters
+    from holdfast.cluster.protocol.envelope import Counters
 
 MOST_UNPROVEN: Final = 256
 """Connections over which no message of a member has come."""

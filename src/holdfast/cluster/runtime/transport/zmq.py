@@ -19,7 +19,7 @@ from typing import Final
 
 import zmq
 
-from holdfast.cluster.protocol.envelope import Envelope
+from holdfast.cluster.protocol.envelope import Counters, Envelope
 from holdfast.cluster.protocol.messages import Peer, Role
 from holdfast.cluster.runtime.keys import Keys, Name
 from holdfast.cluster.runtime.transport.address import check_reachable, listen_address
@@ -73,39 +73,6 @@ class Limits:
         for name in ("max_header_bytes", "max_frames", "max_message_bytes", "max_queued"):
             if not 1 <= getattr(self, name) < 1 << 31:
                 raise ConfigError(f"Limits: {name} is {getattr(self, name)}: expected 1 to 2147483647")
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has gone through a transport, and what has not."""
-
-    sent: int = 0
-    sent_bytes: int = 0
-    received: int = 0
-    received_bytes: int = 0
-    malformed: int = 0
-    """Came in and was no message, or above the limits."""
-    damaged: int = 0
-    """Came in with a checksum that does not match."""
-    impostors: int = 0
-    """Came in from a node that claimed to be another than its connection proves."""
-    other_job: int = 0
-    """Came in from another job."""
-    misdirected: int = 0
-    """Came in for another role or slot."""
-    unroutable: int = 0
-    """Not sent: nothing leads to that peer (any more)."""
-    full: int = 0
-    """Not sent: too much waits for that peer already."""
-    refused: int = 0
-    """Connections that failed the handshake: no key, a key that is not allowed, not ZeroMQ at all."""
-    shed: int = 0
-    """Connections that were closed since too many had not proved who they are."""
-
-    @property
-    def dropped(self) -> int:
-        """Messages that came in and were not passed on."""
-        return self.malformed + self.damaged + self.impostors + self.other_job + self.misdirected
 
 
 class ZmqTransport:
