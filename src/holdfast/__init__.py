@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.api import Checkpointer
     from holdfast.checkpoint.quantized import QuantizedRows, quantize
     from holdfast.cluster.job import Job
-    from holdfast.cluster.runtime.runner import JobResult
+    from holdfast.cluster.report.result import JobResult
     from holdfast.data.criteo import Criteo
     from holdfast.data.prefetch import Prefetch
     from holdfast.data.reader import Batch, Reader
@@ -69,7 +69,7 @@ _HOMES = {
     "DeepFM": "holdfast.models.deepfm",
     "PNN": "holdfast.models.pnn",
     "Job": "holdfast.cluster.job",
-    "JobResult": "holdfast.cluster.runtime.runner",
+    "JobResult": "holdfast.cluster.report.result",
     "Prefetch": "holdfast.data.prefetch",
     "QuantizedRows": "holdfast.checkpoint.quantized",
     "Reader": "holdfast.data.reader",

@@ -29,8 +29,8 @@ from holdfast.cluster.protocol.stripe_messages import Forget
 from holdfast.cluster.protocol.wire import ROUTES, Header, Message, encode
 from holdfast.cluster.report.failures import Failures, SpeedMeter
 from holdfast.cluster.report.progress import Reports, tell
+from holdfast.cluster.runner import Launcher, TrainingClock
 from holdfast.cluster.runtime.node import Assignment
-from holdfast.cluster.runtime.runner import Launcher, TrainingClock
 from holdfast.cluster.runtime.transport.memory import Weather
 from holdfast.cluster.supervisor.process import _status
 from holdfast.events import EventLog

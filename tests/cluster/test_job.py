@@ -18,9 +18,9 @@ from holdfast.cluster.protocol.messages import (
     WorkerInView,
 )
 from holdfast.cluster.protocol.plan import Timing
+from holdfast.cluster.runner import Launcher, TrainingClock
 from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.runtime.node import Assignment
-from holdfast.cluster.runtime.runner import Launcher, TrainingClock
 from holdfast.errors import JobFailed
 from tests.cluster.launch.test_local import COMMAND, PATHS, assignment
 

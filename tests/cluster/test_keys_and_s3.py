@@ -12,8 +12,8 @@ import pytest
 import holdfast as hf
 from holdfast.checkpoint.manifest import read_newest
 from holdfast.checkpoint.store import open_store
+from holdfast.cluster import runner as job_module
 from holdfast.cluster.report.progress import JobProgress
-from holdfast.cluster.runtime import runner as job_module
 from holdfast.cluster.runtime.keys import JobKeys
 from holdfast.events import read_events
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server

@@ -18,8 +18,9 @@ from holdfast.checkpoint.store import open_store
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Peer, Status
 from holdfast.cluster.protocol.plan import JobPlan, Timing
+from holdfast.cluster.report.result import JobResult
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
-from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.coding.placement import Placement
 from holdfast.events import EventLog, read_events
 from holdfast.tables.shard import GroupShard

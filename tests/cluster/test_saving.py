@@ -21,8 +21,8 @@ from holdfast.checkpoint.verify import verify_versions
 from holdfast.cluster.protocol.messages import Happening
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.report.progress import tell
+from holdfast.cluster.report.result import count
 from holdfast.cluster.runtime.transport.memory import CALM, Weather
-from holdfast.cluster.saving.failures import count
 from holdfast.cluster.saving.layout import encoder_of
 from holdfast.cluster.saving.resume import find_resume
 from holdfast.cluster.saving.shard_saver import ShardSaver

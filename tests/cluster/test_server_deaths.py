@@ -13,8 +13,9 @@ import holdfast as hf
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Peer, Status
 from holdfast.cluster.protocol.plan import JobPlan, Timing
+from holdfast.cluster.report.result import JobResult
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
-from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.events import EventLog, read_events
 from holdfast.training.config import load
 from tests.cluster.test_kills import counted, expected

@@ -10,8 +10,9 @@ import pytest
 import holdfast as hf
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Status
+from holdfast.cluster.report.result import JobResult
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
-from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.events import EventLog
 from holdfast.testing.stranger import Stranger, endpoints_of, most_memory_of
 from tests.cluster.test_api import network, reader, twin_of

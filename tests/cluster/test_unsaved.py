@@ -14,8 +14,8 @@ import pytest
 import holdfast as hf
 from holdfast.checkpoint.store.local import explain
 from holdfast.cluster.protocol.messages import Evaluation, SaveFailure, Status
-from holdfast.cluster.runtime.runner import JobResult
-from holdfast.cluster.saving.failures import SaveFailures, SaveLedger, cause_of, count, describe_lack, kind_of
+from holdfast.cluster.report.result import JobResult, SaveLedger, count, describe_lack
+from holdfast.cluster.saving.failures import SaveFailures, cause_of, kind_of
 from holdfast.cluster.session import resume_command, resuming, summary
 from holdfast.errors import StoreLocked, StoreUnreachable
 from holdfast.options import Kill

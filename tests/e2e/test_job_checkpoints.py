@@ -30,7 +30,7 @@ SETTINGS = [
 RUN = """
 import json, sys
 from pathlib import Path
-from holdfast.cluster.runtime.runner import Runner
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
 from holdfast.cluster.make_plan import plan_job
 from holdfast.events import EventLog

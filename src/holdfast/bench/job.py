@@ -21,8 +21,8 @@ from holdfast.bench.train import PlainLoop
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Status
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
-from holdfast.cluster.runtime.runner import Runner
 from holdfast.events import EventLog
 from holdfast.tables.lookup import Placer
 from holdfast.training.config import Config, load

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Happening, NodeStatus, Status
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
-from holdfast.cluster.runtime.runner import Runner
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.training.config import Config, load

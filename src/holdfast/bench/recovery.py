@@ -36,8 +36,9 @@ from holdfast.bench.proportion import full_checkpoint, interval_seconds
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Status
 from holdfast.cluster.protocol.plan import CHUNK_BYTES, JobPlan
+from holdfast.cluster.report.result import JobResult
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
-from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.data.reader import Reader
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog

@@ -20,8 +20,9 @@ from holdfast.chaos.processes import Processes
 from holdfast.chaos.schedule import Shape, points_of_pushes
 from holdfast.cluster.protocol.messages import Peer, Status
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.report.result import JobResult
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.loop import LINKS_FILE
-from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.cluster.runtime.transport.links import Links
 from holdfast.errors import DataLoss, HoldfastError, NoSuchVersion
 from holdfast.events import EventLog, read_events

@@ -21,10 +21,11 @@ from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Happening, Status
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.report.progress import JobProgress, Reports
+from holdfast.cluster.report.result import JobResult, describe_lack
+from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.runtime.runner import JobResult, Runner
 from holdfast.cluster.runtime.transport.address import LOCAL, check_shared
-from holdfast.cluster.saving.failures import describe_lack, log
+from holdfast.cluster.saving.failures import log
 from holdfast.cluster.server.witness import ROWS_FOLDER
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic

@@ -14,9 +14,8 @@ from rich.console import Console
 from holdfast.cluster.job import Job
 from holdfast.cluster.report.failures import ServerFailure, Speeds
 from holdfast.cluster.report.progress import JobProgress, compared
+from holdfast.cluster.report.result import JobResult, describe_lack, in_short
 from holdfast.cluster.report.view import build_view
-from holdfast.cluster.runtime.runner import JobResult
-from holdfast.cluster.saving.failures import describe_lack, in_short
 from holdfast.cluster.saving.failures import log as unsaved_log
 from holdfast.screen import say, say_error
 from holdfast.stopping import Notice, Stopped

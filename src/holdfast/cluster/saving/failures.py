@@ -5,29 +5,17 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from holdfast.checkpoint.manifest import DATA_FOLDERS
-from holdfast.cluster.protocol.messages import SaveFailure, Status
+from holdfast.cluster.protocol.messages import SaveFailure
 from holdfast.errors import StoreFull, StoreLocked, StoreUnreachable
-
-if TYPE_CHECKING:
-    from holdfast.cluster.runtime.runner import JobResult
 
 log = logging.getLogger("holdfast.job")
 
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FILE = re.compile(rf"'(?:{'|'.join([*DATA_FOLDERS, 'manifests/'])})[^']*'")
-REASONS = {
-    "full": "no space left",
-    "locked": "another writer has the store",
-    "denied": "no permission",
-    "unreachable": "the store cannot be reached",
-}
-"""In short, by kind."""
 
 
 def kind_of(error: BaseException | None) -> str:
@@ -76,64 +64,3 @@ class SaveFailures:
     def note_saved(self) -> None:
         """A version was saved."""
         self._last, self.unsaved = "", False
-
-
-class SaveLedger:
-    """Adds up what supervisors report, one after the other; each begins at nothing.
-
-    Attributes:
-        unsaved: whether the last version that was to be saved was not.
-    """
-
-    def __init__(self) -> None:
-        self.unsaved = False
-        self._before: tuple[SaveFailure, ...] = ()
-        self._now: tuple[SaveFailure, ...] = ()
-        self._newest = 0
-
-    def __call__(self) -> tuple[SaveFailure, ...]:
-        """Those so far."""
-        return _sum((*self._before, *self._now))
-
-    def note(self, status: Status) -> None:
-        """Take the next report."""
-        told = status.save_failures
-        if count(told) < count(self._now):
-            self._before, self._now = self(), ()
-        if count(told) > count(self._now) or status.last_version > self._newest:
-            self.unsaved = status.unsaved
-        self._now, self._newest = told, status.last_version
-
-    def end(self) -> None:
-        """The job begins again from a checkpoint."""
-        self._before, self._now = self(), ()
-
-
-def count(failures: Iterable[SaveFailure]) -> int:
-    """Versions that were not saved."""
-    return sum(failure.count for failure in failures)
-
-
-def in_short(failures: Iterable[SaveFailure]) -> str:
-    """Why, without what to do about it: that was said when it happened."""
-    return "; ".join(dict.fromkeys(REASONS.get(one.kind, one.why) for one in failures))
-
-
-def describe_lack(result: JobResult) -> str:
-    """What is to be said of a job whose last checkpoint could not be saved."""
-    failed, saved = result.checkpoints_failed, len(result.versions)
-    if saved:
-        what = f"{failed:,} of {failed + saved:,} checkpoints failed, the last among them"
-    else:
-        what = "the only checkpoint failed" if failed == 1 else f"all {failed:,} checkpoints failed"
-    rest = ", and there is no checkpoint to resume from" if result.last_checkpoint is None else ""
-    why = in_short(result.save_failures)
-    return f"{what} ({why}): the state after step {result.steps:,} is not saved{rest}"
-
-
-def _sum(failures: Iterable[SaveFailure]) -> tuple[SaveFailure, ...]:
-    found: dict[str, SaveFailure] = {}
-    for failure in failures:
-        known = found.get(failure.why)
-        found[failure.why] = failure if known is None else replace(known, count=known.count + failure.count)
-    return tuple(found.values())

@@ -114,7 +114,7 @@ def load() -> None:
 
 def prepare() -> None:
     """Load the loops of every optimizer, and what stores need."""
-    from holdfast.cluster import resuming  # noqa: F401, PLC0415
+    from holdfast.cluster.saving import resume  # noqa: F401, PLC0415
 
     names = get_args(OptimizerName)
     groups = [

@@ -21,18 +21,17 @@ from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
     Beat,
-    Evaluation,
     Exit,
     Happening,
     Peer,
     Role,
-    SaveFailure,
     Status,
     View,
     ViewNumber,
 )
 from holdfast.cluster.protocol.plan import JobPlan
-from holdfast.cluster.report.failures import Failures, ServerFailure, SpeedMeter, Speeds, lost_rows_path
+from holdfast.cluster.report.failures import Failures, SpeedMeter, lost_rows_path
+from holdfast.cluster.report.result import JobResult, SaveLedger, count, in_short
 from holdfast.cluster.runtime.engines.base import Engine
 from holdfast.cluster.runtime.keys import JobKeys
 from holdfast.cluster.runtime.loop import flush
@@ -40,7 +39,6 @@ from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.address import LOCAL
 from holdfast.cluster.runtime.transport.private import private_folder
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
-from holdfast.cluster.saving.failures import SaveLedger, count, in_short
 from holdfast.cluster.supervisor.process import STATE_FILE
 from holdfast.cluster.supervisor.views import Durable
 from holdfast.cluster.supervisor.watch import SupervisorWatch
@@ -55,78 +53,6 @@ _LAST_WORDS_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
 _SPARE_AFTER_SECONDS = 5.0
 """Until then those that start need the processors themselves, and a short job is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """What a job ends with."""
-
-    steps: int
-    """Batches that were trained on, each once."""
-    samples: int
-    train_seconds: float
-    """From when workers began to the end of the last step, with the tests between."""
-    samples_per_second: float
-    test: Evaluation
-    """The last one."""
-    tests: tuple[Evaluation, ...]
-    workers_replaced: int
-    """Workers that died and were replaced."""
-    bad_lines: int
-    """Lines of the data that were skipped; those that a worker skipped before it was replaced are missing."""
-    kills_missed: tuple[Kill, ...]
-    """Kills that were asked for and did not happen, as the job had ended by then."""
-    records: str
-    """A checksum over all servers' records: equal for equal jobs; "" if a server did not tell it in time."""
-    folder: Path
-    """The run's: its configuration, events and logs."""
-    interrupted: bool
-    """Whether it ended before its time."""
-    signal: int | None = None
-    """The signal that ended it then."""
-    versions: tuple[int, ...] = ()
-    """Checkpoints that were saved."""
-    save_failures: tuple[SaveFailure, ...] = ()
-    """Why others could not be, and how many: the job went on without them."""
-    unsaved: bool = False
-    """Whether the last one that was to be saved, at the end or before, was not."""
-    last_checkpoint: int | None = None
-    """The version that the job can go on from, this run's or an earlier one's; None: there is none."""
-    unsaved_steps: int = 0
-    """Batches that are not in it; all of them if there is none."""
-    losses: tuple[str, ...] = ()
-    """What was lost each time that more servers died than the code covers, and the job went back to its last
-    checkpoint."""
-
-    failures: tuple[ServerFailure, ...] = ()
-    """Each server that died, and how the job came back."""
-    speeds: Speeds | None = None
-    """Samples per second before, between and after; None if no server died."""
-    pls: float = 0.0
-    """The portion of lost samples of partial recovery: samples since the last save times the server's share
-    of the rows, summed over all servers that died, of all samples."""
-    parities_checked: int = 0
-    """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
-    parities_wrong: int = 0
-    """How often they did not agree."""
-    messages_dropped: int = 0
-    """Messages that came to processes which lived to the end, and did not count: damaged, malformed, or not
-    from who may send them."""
-
-    @property
-    def auc(self) -> float:
-        """On the test part, at the end."""
-        return self.test.auc
-
-    @property
-    def checkpoints_failed(self) -> int:
-        """Checkpoints that could not be saved."""
-        return count(self.save_failures)
-
-    @property
-    def servers_replaced(self) -> int:
-        """Servers that died and were replaced."""
-        return sum(failure.started_seconds is not None for failure in self.failures)
 
 
 class Launcher:
