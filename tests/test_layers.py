@@ -41,7 +41,22 @@ CLUSTER = [
     {"runtime", "report", "redundancy"},
     {"protocol"},
 ]
-CLUSTER_RANK = {room: rank for rank, layer in enumerate(CLUSTER) for room in layer}
+CHECKPOINT = [
+    {"checkpointer"},
+    {"tools"},
+    {"torch"},
+    {"saving"},
+    {"layout"},
+    {"reading"},
+    {"memory"},
+    {"format"},
+    {"codecs"},
+    {"store", "background", "progress"},
+]
+RANKS_BELOW = {
+    house: {room: rank for rank, layer in enumerate(layers) for room in layer}
+    for house, layers in {"cluster": CLUSTER, "checkpoint": CHECKPOINT}.items()
+}
 
 # What a protocol must not know: it is told the time, and gives and takes messages.
 IMPURE = {"os", "time", "threading", "zmq", "torch", "socket", "subprocess", "multiprocessing"}
@@ -105,20 +120,22 @@ def test_what_must_not_be_imported(path: Path) -> None:
         assert "ray" not in roots
 
 
-def cluster_room(module: str) -> str:
-    """The room in ``cluster`` of a module."""
-    parts = module.removeprefix("holdfast.cluster.").split(".")
-    return ".".join(parts[:2]) if ".".join(parts[:2]) in CLUSTER_RANK else parts[0]
+def room_below(module: str) -> tuple[str, str]:
+    """A module's room, and the one in that."""
+    _, house, *parts = module.split(".")
+    two = ".".join(parts[:2])
+    return house, two if two in RANKS_BELOW[house] else parts[0]
 
 
-def wrong_in_cluster(module: str, imported: set[str]) -> list[str]:
-    """What a module of ``cluster`` imports and must not."""
-    mine = cluster_room(module)
+def wrong_below(module: str, imported: set[str]) -> list[str]:
+    """What a module of a room with rooms of its own imports and must not."""
+    house, mine = room_below(module)
+    ranks = RANKS_BELOW[house]
     wrong = []
     for other in sorted(imported):
-        if other.startswith("holdfast.cluster."):
-            theirs = cluster_room(other)
-            if theirs.split(".")[0] != mine.split(".")[0] and CLUSTER_RANK[theirs] <= CLUSTER_RANK[mine]:
+        if other.startswith(f"holdfast.{house}."):
+            theirs = room_below(other)[1]
+            if theirs.split(".")[0] != mine.split(".")[0] and ranks[theirs] <= ranks[mine]:
                 wrong.append(other)
     if is_pure(module):
         wrong += sorted(imported & IMPURE)
@@ -130,32 +147,44 @@ def is_pure(module: str) -> bool:
     return module.startswith(rooms) or module.endswith(".machine")
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if name(p).startswith("holdfast.cluster.")], ids=name)
-def test_rooms_of_a_cluster(path: Path) -> None:
-    if path.name == "__init__.py":
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if room(name(p)) in RANKS_BELOW and p.parent.parent != SOURCE], ids=name
+)
+def test_rooms_below(path: Path) -> None:
+    if path.name == "__init__.py" and path.parent.name != "store":
         assert not imports(path), "so that to enter a room loads nothing"
         return
-    assert cluster_room(name(path)) in CLUSTER_RANK, "it has no place in the layers: give it one"
-    assert wrong_in_cluster(name(path), imports(path)) == []
+    house, below = room_below(name(path))
+    assert below in RANKS_BELOW[house], "it has no place in the layers: give it one"
+    assert wrong_below(name(path), imports(path)) == []
+
+
+def test_no_floor_is_crowded() -> None:
+    floors = [folder for house in RANKS_BELOW for folder in (SOURCE / house).rglob("*") if folder.is_dir()]
+    modules = {floor: len(list(floor.glob("[!_]*.py"))) for floor in floors}
+    assert max(modules.values()) <= 12, modules
 
 
 @pytest.mark.parametrize(
     ("module", "imported", "forbidden"),
     [
-        ("server.machine", "os", True),
-        ("redundancy.lanes", "time", True),
-        ("redundancy.lanes", "holdfast.cluster.server.ledger", True),
-        ("protocol.wire", "holdfast.cluster.redundancy.lanes", True),
-        ("worker.machine", "holdfast.cluster.server.machine", True),
-        ("saving.coordinator", "holdfast.cluster.server.process", True),
-        ("server.machine", "holdfast.cluster.server.ledger", False),
-        ("server.machine", "numpy", False),
-        ("server.process", "holdfast.cluster.saving.resume", False),
-        ("server.process", "os", False),
+        ("cluster.server.machine", "os", True),
+        ("cluster.redundancy.lanes", "time", True),
+        ("cluster.redundancy.lanes", "holdfast.cluster.server.ledger", True),
+        ("cluster.protocol.wire", "holdfast.cluster.redundancy.lanes", True),
+        ("cluster.worker.machine", "holdfast.cluster.server.machine", True),
+        ("cluster.saving.coordinator", "holdfast.cluster.server.process", True),
+        ("cluster.server.machine", "holdfast.cluster.server.ledger", False),
+        ("cluster.server.machine", "numpy", False),
+        ("cluster.server.process", "holdfast.cluster.saving.resume", False),
+        ("cluster.server.process", "os", False),
+        ("checkpoint.format.chunk", "holdfast.checkpoint.saving.writer", True),
+        ("checkpoint.reading.loader", "holdfast.checkpoint.torch.state", True),
+        ("checkpoint.saving.writer", "holdfast.checkpoint.layout.shard", False),
     ],
 )
 def test_what_is_forbidden_is_seen(module: str, imported: str, forbidden: bool) -> None:
-    assert wrong_in_cluster(f"holdfast.cluster.{module}", {imported}) == [imported] * forbidden
+    assert wrong_below(f"holdfast.{module}", {imported}) == [imported] * forbidden
 
 
 def test_the_check_sees_the_source() -> None:

@@ -48,8 +48,8 @@ from holdfast.options import (
 )
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.api import Checkpointer
-    from holdfast.checkpoint.quantized import QuantizedRows, quantize
+    from holdfast.checkpoint.checkpointer import Checkpointer
+    from holdfast.checkpoint.codecs.quantized import QuantizedRows, quantize
     from holdfast.cluster.job import Job
     from holdfast.cluster.report.result import JobResult
     from holdfast.data.criteo import Criteo
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from holdfast.models.recommender import Recommender
 
 _HOMES = {
-    "Checkpointer": "holdfast.checkpoint.api",
+    "Checkpointer": "holdfast.checkpoint.checkpointer",
     "Batch": "holdfast.data.reader",
     "Criteo": "holdfast.data.criteo",
     "DLRM": "holdfast.models.dlrm",
@@ -71,11 +71,11 @@ _HOMES = {
     "Job": "holdfast.cluster.job",
     "JobResult": "holdfast.cluster.report.result",
     "Prefetch": "holdfast.data.prefetch",
-    "QuantizedRows": "holdfast.checkpoint.quantized",
+    "QuantizedRows": "holdfast.checkpoint.codecs.quantized",
     "Reader": "holdfast.data.reader",
     "Recommender": "holdfast.models.recommender",
     "Synthetic": "holdfast.data.synthetic",
-    "quantize": "holdfast.checkpoint.quantized",
+    "quantize": "holdfast.checkpoint.codecs.quantized",
 }
 
 __all__ = [

@@ -243,8 +243,9 @@ _Object = Annotated[
 @ckpt.command(epilog="Example: holdfast ckpt ls runs/today/checkpoints")
 def ls(path: _Path, json: _Json = False) -> None:
     """List the versions of a store."""
-    from holdfast.checkpoint import tools, view  # noqa: PLC0415
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
 
     with open_store(path, create=False) as store:
         listing = tools.list_versions(store)
@@ -257,8 +258,9 @@ def ls(path: _Path, json: _Json = False) -> None:
 @ckpt.command(epilog="Example: holdfast ckpt show runs/today/checkpoints 12")
 def show(path: _Path, version: _Version = None, json: _Json = False) -> None:
     """Show what a version is made of: tables, files, and all other state."""
-    from holdfast.checkpoint import tools, view  # noqa: PLC0415
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
 
     with open_store(path, create=False) as store:
         found = tools.describe_version(store, version)
@@ -278,10 +280,10 @@ def verify(
     json: _Json = False,
 ) -> None:
     """Read every byte that versions need and check it; exit code 1 if something is damaged."""
-    from holdfast.checkpoint import view  # noqa: PLC0415
     from holdfast.checkpoint.progress import byte_progress  # noqa: PLC0415
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
-    from holdfast.checkpoint.verify import bytes_to_verify, verify_versions  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools.verify import bytes_to_verify, verify_versions  # noqa: PLC0415
 
     wanted = [] if all_ else versions or []
     with open_store(path, create=False) as store:
@@ -304,8 +306,8 @@ def restore(
     force: _Force = False,
 ) -> None:
     """Write all state of a version to one safetensors file: tables, optimizer rows, everything else."""
-    from holdfast.checkpoint import export, view  # noqa: PLC0415
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import export, view  # noqa: PLC0415
 
     with open_store(path, create=False) as store:
         written = export.restore_file(store, version, out, force=force)
@@ -338,9 +340,9 @@ def export_(
     force: _Force = False,
 ) -> None:
     """Write a version's model in a format that other programs read."""
-    from holdfast.checkpoint import view  # noqa: PLC0415
-    from holdfast.checkpoint.delta import export_as  # noqa: PLC0415
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools.delta import export_as  # noqa: PLC0415
 
     with open_store(path, create=False) as store:
         written = export_as(
@@ -369,8 +371,9 @@ def gc(
 
     Without a --keep option no version is deleted. The store must have no other writer.
     """
-    from holdfast.checkpoint import tools, view  # noqa: PLC0415
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
     from holdfast.options import Policy  # noqa: PLC0415
 
     policy = Policy(keep=keep, keep_every=keep_every, keep_seconds=keep_seconds, deletion_delay_seconds=delay)

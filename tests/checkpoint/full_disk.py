@@ -19,8 +19,8 @@ import pytest
 
 import holdfast as hf
 from holdfast.checkpoint.store import open_store
-from holdfast.checkpoint.tools import collect_garbage
-from holdfast.checkpoint.verify import verify_versions
+from holdfast.checkpoint.tools.inspect import collect_garbage
+from holdfast.checkpoint.tools.verify import verify_versions
 from tests.checkpoint.by_hand import Rows
 
 ROWS = 20_000

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.dense import encode_tree
-from holdfast.checkpoint.live import LiveTables
-from holdfast.checkpoint.loader import RowLoader
-from holdfast.checkpoint.manifest import Manifest, Version, read_newest
-from holdfast.checkpoint.records import Field, make_groups
-from holdfast.checkpoint.restore import VersionReader, open_version
+from holdfast.checkpoint.format.dense import encode_tree
+from holdfast.checkpoint.format.manifest import Manifest, Version, read_newest
+from holdfast.checkpoint.format.records import Field, make_groups
+from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.reading.loader import RowLoader
+from holdfast.checkpoint.reading.version import VersionReader, open_version
+from holdfast.checkpoint.saving.writer import Writer
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.local import Files
-from holdfast.checkpoint.writer import Writer
 from holdfast.events import EventLog
 from holdfast.options import Chunked, Differential, Full, Incremental, Policy
 

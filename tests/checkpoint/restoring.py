@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from holdfast.checkpoint.dense import decode_tree, encode_tree
-from holdfast.checkpoint.records import Group, make_groups
-from holdfast.checkpoint.torch_state import TrainingObjects
+from holdfast.checkpoint.format.dense import decode_tree, encode_tree
+from holdfast.checkpoint.format.records import Group, make_groups
+from holdfast.checkpoint.torch.state import TrainingObjects
 
 ROWS, DIM, BATCH = 50, 4, 8
 

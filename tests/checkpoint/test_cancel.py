@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint import bundles, encoding
+from holdfast.checkpoint.format import encoding
+from holdfast.checkpoint.layout import bundles, rounds
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
 from holdfast.errors import SaveFailed
 from holdfast.events import EventLog, read_events
 from holdfast.options import Chunked, Policy

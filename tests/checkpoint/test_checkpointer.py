@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.store import open_store
 from holdfast.training.metrics import digest
 from holdfast.training.optimizers import RowMomentum, RowWiseAdagrad

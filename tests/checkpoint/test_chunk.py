@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from holdfast.checkpoint.chunk import (
+from holdfast.checkpoint.format.chunk import (
     ALIGNMENT,
     OPEN,
     Encoded,
@@ -25,7 +25,7 @@ from holdfast.checkpoint.chunk import (
     decode_piece,
     encode_file,
 )
-from holdfast.checkpoint.records import Field, Group, Rows, Table
+from holdfast.checkpoint.format.records import Field, Group, Rows, Table
 from holdfast.errors import CorruptCheckpoint
 
 FIELDS = (Field("weight", "F32", 3), Field("sum", "F16", 1))

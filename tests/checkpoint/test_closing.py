@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint import api
+from holdfast.checkpoint import checkpointer as api
 from holdfast.checkpoint.background import Background, Latch
 from holdfast.checkpoint.store.local import LocalStore
 from tests.checkpoint.by_hand import SECONDS, Rows, in_time, restored

@@ -19,14 +19,14 @@ import pytest
 from numpy.typing import NDArray
 
 import holdfast as hf
-from holdfast.checkpoint.chunk import NewPiece, Piece, decode_piece, encode_file
-from holdfast.checkpoint.manifest import Era, FileEntry, Manifest, encode, name_of, read_newest
-from holdfast.checkpoint.records import Group, Rows
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.format.chunk import NewPiece, Piece, decode_piece, encode_file
+from holdfast.checkpoint.format.manifest import Era, FileEntry, Manifest, encode, name_of, read_newest
+from holdfast.checkpoint.format.records import Group, Rows
+from holdfast.checkpoint.layout import rounds
+from holdfast.checkpoint.reading.stretches import open_file
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
-from holdfast.checkpoint.stretches import open_file
-from holdfast.checkpoint.verify import verify_versions
+from holdfast.checkpoint.tools.verify import verify_versions
 from holdfast.errors import CorruptCheckpoint
 from tests.checkpoint.lineage import QUANTIZED, STRATEGIES, Lineage, QuickFiles, check_version
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpoint import api
+from holdfast.checkpoint import checkpointer as api
+from holdfast.checkpoint.layout import rounds
 from holdfast.checkpoint.store.base import PARTIAL_PREFIX
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
 from holdfast.testing.crash import CrashState, Journal, RecordingFiles, crash_states, materialise
 from tests.checkpoint.lineage import (
     QUANTIZED,

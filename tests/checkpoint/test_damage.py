@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpoint.delta import export_delta
-from holdfast.checkpoint.export import export_dcp, export_model, restore_file
-from holdfast.checkpoint.manifest import FileEntry, Manifest, encode, name_of, read_newest
+from holdfast.checkpoint.format.manifest import FileEntry, Manifest, encode, name_of, read_newest
+from holdfast.checkpoint.layout import rounds
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
-from holdfast.checkpoint.verify import verify_versions
+from holdfast.checkpoint.tools.delta import export_delta
+from holdfast.checkpoint.tools.export import export_dcp, export_model, restore_file
+from holdfast.checkpoint.tools.verify import verify_versions
 from holdfast.errors import CorruptCheckpoint, StoreError
 from holdfast.events import EventLog, read_events
 from tests.checkpoint.lineage import Lineage, QuickFiles, check_version

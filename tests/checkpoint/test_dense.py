@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from holdfast.checkpoint.chunk import checksum
-from holdfast.checkpoint.dense import DEEPEST, Array, TablePlace, decode_tree, encode_tree, map_tree
+from holdfast.checkpoint.format.chunk import checksum
+from holdfast.checkpoint.format.dense import DEEPEST, Array, TablePlace, decode_tree, encode_tree, map_tree
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 
 

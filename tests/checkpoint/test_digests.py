@@ -14,11 +14,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import holdfast as hf
-from holdfast.checkpoint import digests as module
-from holdfast.checkpoint.digests import RowDigests, UnseenChange
-from holdfast.checkpoint.live import LiveTables
-from holdfast.checkpoint.records import Bytes2D, Field, Rows, make_groups
-from holdfast.checkpoint.tracker import Tracker
+from holdfast.checkpoint.format.records import Bytes2D, Field, Rows, make_groups
+from holdfast.checkpoint.memory import digests as module
+from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
+from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.memory.tracker import Tracker
 from holdfast.cli import app
 
 SIZES = {"a": 10_000, "b": 3, "c": 0, "d": 5_000}

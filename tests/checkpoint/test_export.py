@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import holdfast as hf
-from holdfast.checkpoint.delta import export_as, export_delta
-from holdfast.checkpoint.export import export_dcp, export_model, restore_file
 from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.tools.delta import export_as, export_delta
+from holdfast.checkpoint.tools.export import export_dcp, export_model, restore_file
 from tests.checkpoint.test_checkpointer import STRATEGIES, Run
 
 FORMAT_PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints-format.md").read_text()
@@ -303,7 +303,7 @@ def test_a_large_table_is_not_held_in_memory(tmp_path: Path, store: Store) -> No
         nonlocal peak
         peak = max(peak, anonymous_bytes() - before)
 
-    from holdfast.checkpoint import export
+    from holdfast.checkpoint.tools import export
 
     class Watched(export.RowSink):
         def __call__(self, group: int, rows: Any) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint.layout import rounds
 from holdfast.checkpoint.store.base import PARTIAL_PREFIX, RESERVE_PREFIX
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
 from holdfast.errors import CheckpointError, SaveFailed, StoreError
 from holdfast.options import Chunked, Policy
 from holdfast.testing.faults import READING_OPERATIONS, WRITING_OPERATIONS, FaultyFiles

@@ -11,7 +11,7 @@ import pytest
 import holdfast as hf
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.base import RESERVE_PREFIX
-from holdfast.checkpoint.tools import collect_garbage, leftover_files
+from holdfast.checkpoint.tools.inspect import collect_garbage, leftover_files
 from tests.checkpoint.by_hand import Rows, restored
 
 FOREIGN = [

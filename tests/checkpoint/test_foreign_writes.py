@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 import holdfast as hf
-from holdfast.checkpoint.records import Field, make_groups
-from holdfast.checkpoint.tracker import Tracker
+from holdfast.checkpoint.format.records import Field, make_groups
+from holdfast.checkpoint.memory.tracker import Tracker
 from tests.checkpoint.test_torch_watch import Net, check, ids, optimizer_of, state_of, usual
 
 _ROUNDS = 40

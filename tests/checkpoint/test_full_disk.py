@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint.layout import rounds
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
-from holdfast.checkpoint.tools import collect_garbage
+from holdfast.checkpoint.tools.inspect import collect_garbage
 from holdfast.errors import SaveFailed
 from holdfast.options import Policy
 from holdfast.testing.faults import SmallDisk

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.chunk import LAST, OPEN, NewPiece, checksum, encode_file
-from holdfast.checkpoint.loader import RowLoader
-from holdfast.checkpoint.manifest import FileEntry, Manifest, encode, name_of, read_newest
-from holdfast.checkpoint.records import Rows
-from holdfast.checkpoint.restore import open_version
-from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.format.chunk import LAST, OPEN, NewPiece, checksum, encode_file
+from holdfast.checkpoint.format.manifest import FileEntry, Manifest, encode, name_of, read_newest
+from holdfast.checkpoint.format.records import Rows
+from holdfast.checkpoint.layout.shard import Shard
+from holdfast.checkpoint.reading.loader import RowLoader
+from holdfast.checkpoint.reading.version import open_version
+from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import CorruptCheckpoint, StoreError
 from tests.checkpoint.lineage import GROUPS, Lineage, QuickFiles, blank

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.ids import decode_ids, encode_ids
+from holdfast.checkpoint.format.ids import decode_ids, encode_ids
 from holdfast.errors import CorruptCheckpoint
 
 NOTHING = np.empty(0, np.uint8)

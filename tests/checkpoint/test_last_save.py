@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.strategies import rounds
+from holdfast.checkpoint.layout import rounds
 from holdfast.events import EventLog, read_events
 from tests.checkpoint.by_hand import SECONDS, Rows, restored
 

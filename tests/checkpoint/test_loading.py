@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import restore, stretches
-from holdfast.checkpoint.chunk import Piece
+from holdfast.checkpoint.format.chunk import Piece
+from holdfast.checkpoint.layout import rounds
+from holdfast.checkpoint.reading import stretches
+from holdfast.checkpoint.reading import version as restore
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
 from holdfast.errors import CorruptCheckpoint
 from holdfast.options import Incremental, Policy
 from tests.checkpoint.lineage import QUANTIZED, STRATEGIES, Lineage, QuickFiles, check_store

@@ -21,13 +21,13 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.live import LiveTables
-from holdfast.checkpoint.loader import RowLoader
-from holdfast.checkpoint.manifest import read_newest
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.format.manifest import read_newest
+from holdfast.checkpoint.layout import rounds
+from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.reading.loader import RowLoader
+from holdfast.checkpoint.reading.version import open_version
+from holdfast.checkpoint.saving.writer import Writer
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
-from holdfast.checkpoint.writer import Writer
 from holdfast.errors import NoSuchVersion, SaveFailed, StoreError
 from holdfast.events import EventLog
 from holdfast.options import Chunked, Policy

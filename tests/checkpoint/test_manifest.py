@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.checkpoint.chunk import OPEN, checksum
-from holdfast.checkpoint.manifest import (
+from holdfast.checkpoint.codecs.quantize import UniformCodec
+from holdfast.checkpoint.format.chunk import OPEN, checksum
+from holdfast.checkpoint.format.manifest import (
     EMPTY,
     DenseEntry,
     Era,
@@ -23,7 +24,6 @@ from holdfast.checkpoint.manifest import (
     read_newest,
     without_unneeded_files,
 )
-from holdfast.checkpoint.quantize import UniformCodec
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import CorruptCheckpoint, ObjectMissing
 

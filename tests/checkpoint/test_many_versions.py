@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.chunk import OPEN, checksum
-from holdfast.checkpoint.manifest import (
+from holdfast.checkpoint.format.chunk import OPEN, checksum
+from holdfast.checkpoint.format.manifest import (
     DenseEntry,
     Era,
     FileEntry,
@@ -23,10 +22,11 @@ from holdfast.checkpoint.manifest import (
     name_of,
     read_newest,
 )
+from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.tools import collect_garbage, list_versions
-from holdfast.checkpoint.verify import bytes_to_verify, verify_versions
+from holdfast.checkpoint.tools.inspect import collect_garbage, list_versions
+from holdfast.checkpoint.tools.verify import bytes_to_verify, verify_versions
 from tests.checkpoint.lineage import QuickFiles
 
 SMALL, LARGE = 200, 1200

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint import live
-from holdfast.checkpoint.records import Field, make_groups
+from holdfast.checkpoint.format.records import Field, make_groups
+from holdfast.checkpoint.memory import live
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.kernels import openmp

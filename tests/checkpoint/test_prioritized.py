@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from holdfast import Checkpointer, ConfigError, Policy
-from holdfast.checkpoint.priority import MostUsed
-from holdfast.checkpoint.records import Field, make_groups
-from holdfast.checkpoint.tracker import Tracker
+from holdfast.checkpoint.format.records import Field, make_groups
+from holdfast.checkpoint.memory.priority import MostUsed
+from holdfast.checkpoint.memory.tracker import Tracker
 from holdfast.options import PRIORITIES, PriorityName
 
 ROWS, SMALL = 4000, 3

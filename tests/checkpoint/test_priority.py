@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.priority import (
+from holdfast.checkpoint.memory.priority import (
     LargestChange,
     MostUsed,
     Priority,
@@ -181,5 +181,5 @@ def test_a_fraction_is_one(fraction: float) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, holdfast.checkpoint.priority; sys.exit('torch' in sys.modules)"
+    code = "import sys, holdfast.checkpoint.memory.priority; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

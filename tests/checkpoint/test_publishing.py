@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.format.manifest import read_newest
 from holdfast.checkpoint.store import ObjectReader
 from holdfast.checkpoint.store.local import LocalStore
 from tests.checkpoint.by_hand import Rows, restored

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.quantize import (
+from holdfast.checkpoint.codecs.quantize import (
     FloatCodec,
     LogCodec,
     RowCodec,

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.quantize import FloatCodec, LogCodec, Method, RowCodec, UniformCodec, l2_losses
-from holdfast.checkpoint.quantized import encode_rows
+from holdfast.checkpoint.codecs.quantize import (
+    FloatCodec,
+    LogCodec,
+    Method,
+    RowCodec,
+    UniformCodec,
+    l2_losses,
+)
+from holdfast.checkpoint.codecs.quantized import encode_rows
 from holdfast.kernels import kmeans
 from tests.checkpoint import quantize_twins as twins
 

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 import holdfast as hf
-from holdfast.checkpoint.quantize import choose_grid_bits
+from holdfast.checkpoint.codecs.quantize import choose_grid_bits
 
 PATTERNS = hnp.arrays(
     np.uint32,

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 import holdfast as hf
 from holdfast.checkpoint.background import computed_ahead
-from holdfast.checkpoint.encoding import BLOCK_BYTES, Encoder
-from holdfast.checkpoint.quantize import FloatCodec, LogCodec, UniformCodec
-from holdfast.checkpoint.records import Field, Group, Rows, make_groups
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.codecs.quantize import FloatCodec, LogCodec, UniformCodec
+from holdfast.checkpoint.format.encoding import BLOCK_BYTES, Encoder
+from holdfast.checkpoint.format.records import Field, Group, Rows, make_groups
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store import open_store
-from holdfast.checkpoint.verify import verify_versions
+from holdfast.checkpoint.tools.verify import verify_versions
 from holdfast.cli import app
 from holdfast.events import EventLog, read_events
 from tests.checkpoint.test_checkpointer import STRATEGIES, Run

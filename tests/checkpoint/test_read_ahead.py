@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast as hf
-from holdfast.checkpoint.read_ahead import WATCHED_STEPS, ReadAhead
+from holdfast.checkpoint.torch.read_ahead import WATCHED_STEPS, ReadAhead
 from holdfast.data.reader import ReadCount
 from holdfast.events import EventLog, read_events
 from tests.data.test_criteo import text_of, write

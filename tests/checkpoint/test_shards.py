@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.chunk import checksum
-from holdfast.checkpoint.manifest import DenseEntry, Version
-from holdfast.checkpoint.records import Field, Rows, make_groups
-from holdfast.checkpoint.restore import open_version
-from holdfast.checkpoint.shard import Change, Shard
+from holdfast.checkpoint.format.chunk import checksum
+from holdfast.checkpoint.format.manifest import DenseEntry, Version
+from holdfast.checkpoint.format.records import Field, Rows, make_groups
+from holdfast.checkpoint.layout.shard import Change, Shard
+from holdfast.checkpoint.reading.version import open_version
+from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.options import Chunked, Incremental, Policy
 

@@ -18,12 +18,12 @@ import fsspec
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.manifest import name_of, read_newest
+from holdfast.checkpoint.format.manifest import name_of, read_newest
+from holdfast.checkpoint.layout import rounds
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
-from holdfast.checkpoint.tools import collect_garbage
-from holdfast.checkpoint.verify import verify_versions
+from holdfast.checkpoint.tools.inspect import collect_garbage
+from holdfast.checkpoint.tools.verify import verify_versions
 from holdfast.errors import HoldfastError, SaveFailed, StoreLocked
 from holdfast.events import EventLog, read_events
 from holdfast.options import Chunked, Differential, Full, Incremental, Policy

@@ -7,8 +7,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from holdfast.checkpoint import stretches
-from holdfast.checkpoint.stretches import run_all
+from holdfast.checkpoint.reading import stretches
+from holdfast.checkpoint.reading.stretches import run_all
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 200])

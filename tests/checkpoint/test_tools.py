@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.base import RESERVE_PREFIX
-from holdfast.checkpoint.tools import (
+from holdfast.checkpoint.tools.inspect import (
     collect_garbage,
     describe_version,
     leftover_files,
     list_versions,
     stored_files,
 )
-from holdfast.checkpoint.verify import bytes_to_verify, verify_versions
-from holdfast.checkpoint.view import age
+from holdfast.checkpoint.tools.verify import bytes_to_verify, verify_versions
+from holdfast.checkpoint.tools.view import age
 from tests.checkpoint.test_checkpointer import ROWS, STRATEGIES, Run
 
 CHUNKED = hf.Chunked(round_versions=2, dead_fraction=0.25, reset="never")

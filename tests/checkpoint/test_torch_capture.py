@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.checkpoint.dense import TablePlace
-from holdfast.checkpoint.torch_capture import Capturer, Places
+from holdfast.checkpoint.format.dense import TablePlace
+from holdfast.checkpoint.torch.capture import Capturer, Places
 from holdfast.kernels.rows import copy_ranges
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast as hf
-from holdfast.checkpoint.strategies import rounds
+from holdfast.checkpoint.layout import rounds
 from tests.checkpoint.torch_runs import BOTH, Net, Spec, any_spec, build, make_table
 
 STRATEGIES: list[Any] = [

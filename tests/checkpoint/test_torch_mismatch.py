@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam
 
-from holdfast.checkpoint.dense import Array, TablePlace
-from holdfast.checkpoint.records import Field, Group, Table
-from holdfast.checkpoint.torch_state import TrainingObjects
+from holdfast.checkpoint.format.dense import Array, TablePlace
+from holdfast.checkpoint.format.records import Field, Group, Table
+from holdfast.checkpoint.torch.state import TrainingObjects
 from holdfast.errors import CheckpointError, CorruptCheckpoint, ModelMismatch
 from tests.checkpoint.restoring import DIM, Holder, Model, model_and, restore, save, train
 

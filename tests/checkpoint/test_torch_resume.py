@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAda
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holdfast.checkpoint.torch_state import TrainingObjects
+from holdfast.checkpoint.torch.state import TrainingObjects
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import CheckpointError, WrongReaderState
 from holdfast.training.optimizers import RowMomentum, RowWiseAdagrad

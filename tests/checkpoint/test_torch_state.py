@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad
 
-from holdfast.checkpoint.dense import TablePlace
-from holdfast.checkpoint.records import Field, make_groups
-from holdfast.checkpoint.torch_state import TrainingObjects
+from holdfast.checkpoint.format.dense import TablePlace
+from holdfast.checkpoint.format.records import Field, make_groups
+from holdfast.checkpoint.torch.state import TrainingObjects
 from holdfast.errors import ConfigError, UnsupportedState
 from holdfast.training.optimizers import RowWiseAdagrad
 from tests.checkpoint.restoring import DIM, ROWS, Holder, assert_equal, model_and, restore, save, train

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import holdfast as hf
-from holdfast.checkpoint import torch_watch
+from holdfast.checkpoint.torch import watch as torch_watch
 
 ROWS, DIM = 300, 4
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.records import Field, make_groups
-from holdfast.checkpoint.tracker import RowSet, Tracker
+from holdfast.checkpoint.format.records import Field, make_groups
+from holdfast.checkpoint.memory.tracker import RowSet, Tracker
 
 NARROW, WIDE = (Field("weight", "F32", 2),), (Field("weight", "F32", 4),)
 GROUPS = make_groups([("a", 70, NARROW), ("b", 5, WIDE), ("c", 64, NARROW), ("empty", 0, NARROW)])

@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.checkpoint import bundles, restore, stretches
-from holdfast.checkpoint.chunk import OPEN
-from holdfast.checkpoint.manifest import FileEntry, read_newest
-from holdfast.checkpoint.rearrange import two_d as files_2d
-from holdfast.checkpoint.rearrange.two_d import TwoD
-from holdfast.checkpoint.records import Rows
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.format.chunk import OPEN
+from holdfast.checkpoint.format.manifest import FileEntry, read_newest
+from holdfast.checkpoint.format.records import Rows
+from holdfast.checkpoint.layout import bundles, two_d
+from holdfast.checkpoint.layout import rearrange_two_d as files_2d
+from holdfast.checkpoint.layout.rearrange_two_d import TwoD
+from holdfast.checkpoint.reading import stretches
+from holdfast.checkpoint.reading import version as restore
+from holdfast.checkpoint.reading.stretches import open_file
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import two_d
-from holdfast.checkpoint.stretches import open_file
 from holdfast.errors import StoreError
 from holdfast.options import Chunked, Policy
 from holdfast.testing.crash import Journal, RecordingFiles, crash_states, materialise

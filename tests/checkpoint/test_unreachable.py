@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.format.manifest import read_newest
 from holdfast.checkpoint.store import local as local_store
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.local_files import Entry, Files
-from holdfast.checkpoint.verify import verify_versions
+from holdfast.checkpoint.tools.verify import verify_versions
 from holdfast.events import EventLog, read_events
 from holdfast.testing.proxy import breaking_proxy
 from holdfast.testing.s3 import S3Server

@@ -26,7 +26,7 @@ from torch.optim import (
 )
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast.checkpoint.torch_state import TrainingObjects
+from holdfast.checkpoint.torch.state import TrainingObjects
 from holdfast.training.optimizers import RowMomentum, RowWiseAdagrad
 
 ROWS = 40

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.chunk import checksum
-from holdfast.checkpoint.manifest import DenseEntry, Version
-from holdfast.checkpoint.records import Field, Rows, make_groups
-from holdfast.checkpoint.restore import MOST_OPEN, open_version
-from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.format.chunk import checksum
+from holdfast.checkpoint.format.manifest import DenseEntry, Version
+from holdfast.checkpoint.format.records import Field, Rows, make_groups
+from holdfast.checkpoint.layout import rounds
+from holdfast.checkpoint.layout.shard import Shard
+from holdfast.checkpoint.reading.version import MOST_OPEN, open_version
+from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalReader
-from holdfast.checkpoint.strategies import rounds
 from holdfast.options import Chunked, Differential, Full, Incremental, Policy
 
 FIELDS = (Field("weight", "F32", 3), Field("sum", "F32", 1))

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.layout import rounds
+from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.strategies import rounds
 from holdfast.events import EventLog, read_events
 from tests.checkpoint.by_hand import SECONDS, Rows, in_time, restored
 

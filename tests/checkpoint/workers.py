@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holdfast.checkpoint.manifest import read_newest
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.format.manifest import read_newest
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import NoSuchVersion, ObjectMissing

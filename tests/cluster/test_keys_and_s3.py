@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.format.manifest import read_newest
 from holdfast.checkpoint.store import open_store
 from holdfast.cluster import runner as job_module
 from holdfast.cluster.report.progress import JobProgress

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from holdfast.chaos.counting import count_rows
-from holdfast.checkpoint.records import Rows
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.format.records import Rows
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Peer, Status

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.checkpoint import bundles
-from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format.manifest import read_newest
+from holdfast.checkpoint.layout import bundles
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.local_files import Files
-from holdfast.checkpoint.verify import verify_versions
+from holdfast.checkpoint.tools.verify import verify_versions
 from holdfast.cluster.protocol.messages import Happening
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.report.progress import tell

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast as hf
-from holdfast.checkpoint.manifest import encode, name_of, read_newest
+from holdfast.checkpoint.format.manifest import encode, name_of, read_newest
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cli import main
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server

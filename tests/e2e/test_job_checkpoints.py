@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast as hf
-from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.format.manifest import read_newest
 from holdfast.checkpoint.store import open_store
 from holdfast.training.config import Config, load
 from holdfast.training.trainer import Trainer

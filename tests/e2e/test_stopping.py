@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.format.manifest import read_newest
 from holdfast.checkpoint.store import open_store
 from holdfast.events import read_events
 from tests.e2e.commands import ENDLESS, HOLDFAST, PATIENCE_SECONDS, SMALL, Pipe, Terminal, wait_for_step

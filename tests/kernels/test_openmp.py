@@ -13,8 +13,8 @@ import pytest
 import torch
 from numba import carray  # type: ignore[attr-defined]
 
-from holdfast.checkpoint import live
-from holdfast.checkpoint.live import Gather, _GatherPart
+from holdfast.checkpoint.memory import live
+from holdfast.checkpoint.memory.live import Gather, _GatherPart
 from holdfast.kernels import openmp
 from holdfast.kernels.machine import fetch_add
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.checkpoint.priority import large_tables
+from holdfast.checkpoint.memory.priority import large_tables
 from holdfast.sim.changes import RowChanges, correlation
 from holdfast.sim.student import Lesson, Student
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from holdfast.checkpoint.manifest import encode, name_of, read_newest
+from holdfast.checkpoint.format.manifest import encode, name_of, read_newest
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.saving.resume import find_resume, restore_rows, roll_back

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from holdfast.checkpoint.manifest import read_newest
+from holdfast.checkpoint.format.manifest import read_newest
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import Exit, Peer

@@ -14,8 +14,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from holdfast.checkpoint.api import Checkpointer
-from holdfast.checkpoint.quantize import UniformCodec
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.codecs.quantize import UniformCodec
 from holdfast.data.reader import Batch
 from holdfast.data.synthetic import Synthetic
 from holdfast.models.dlrm import DLRM

@@ -40,11 +40,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from holdfast.bench.harness import Report, Spread, interleave, ratio
-from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.api import Checkpointer
-from holdfast.checkpoint.quantize import UniformCodec
-from holdfast.checkpoint.records import WEIGHT
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.codecs.quantize import UniformCodec
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format.records import WEIGHT
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.models.recommender import EmbeddingTables
 from holdfast.options import AutoBits, Chunked, Differential, Full, Policy, Strategy
 from holdfast.training.config import load

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from holdfast.bench.checkpoint_trace import BATCH, DIM, ITERATIONS, StrategyRun, Trace, make_run, play
 from holdfast.bench.checkpoint_tracking import measure_dense_adam, measure_tracking
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
-from holdfast.checkpoint.loader import RowLoader
-from holdfast.checkpoint.stretches import STRETCH_BYTES, run_all, thread_buffer
+from holdfast.checkpoint.reading.loader import RowLoader
+from holdfast.checkpoint.reading.stretches import STRETCH_BYTES, run_all, thread_buffer
 from holdfast.kernels.rows import scatter_rows
 from holdfast.options import Chunked, Differential, Incremental, Strategy
 

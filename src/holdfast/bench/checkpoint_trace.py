@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.api import Checkpointer
-from holdfast.checkpoint.restore import VersionReader, open_version
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.reading.version import VersionReader, open_version
 from holdfast.data.criteo_shape import capped_rows
 from holdfast.data.synthetic import Synthetic
 from holdfast.models.dlrm import DLRM

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.bench.harness import Report, Spread, interleave, stopwatch
-from holdfast.checkpoint.api import Checkpointer
-from holdfast.checkpoint.writer import SaveReport
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.saving.writer import SaveReport
 from holdfast.data.criteo_shape import capped_rows
 from holdfast.data.synthetic import Synthetic
 from holdfast.training.config import load

@@ -29,7 +29,7 @@ import numpy as np
 
 from holdfast.bench.harness import Report, Spread, interleave, stopwatch
 from holdfast.bench.quantize_accuracy import mean_with_interval
-from holdfast.checkpoint.priority import MostUsed, Priority, SubSampled, large_tables
+from holdfast.checkpoint.memory.priority import MostUsed, Priority, SubSampled, large_tables
 from holdfast.options import PRIORITIZED_FRACTION
 from holdfast.sim.changes import correlation
 from holdfast.sim.draws import UniformFailures

@@ -27,8 +27,8 @@ from holdfast.bench.quantize_rivals import (
     kmeans_bytes,
     rivals,
 )
-from holdfast.checkpoint.quantize import METHODS, Method, UniformCodec, choose_grid_bits, l2_losses
-from holdfast.checkpoint.quantized import encode_rows
+from holdfast.checkpoint.codecs.quantize import METHODS, Method, UniformCodec, choose_grid_bits, l2_losses
+from holdfast.checkpoint.codecs.quantized import encode_rows
 from holdfast.training.config import load
 from holdfast.training.trainer import Trainer
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.chaos.counting import SAMPLES, TABLE_ROWS, Twin, counted
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store import Store
 from holdfast.cluster.protocol.messages import Status
 from holdfast.cluster.protocol.plan import JobPlan

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Adam, Optimizer, SparseAdam
 
-from holdfast.checkpoint.dense import TablePlace, encode_tree, map_tree
-from holdfast.checkpoint.records import WEIGHT
-from holdfast.checkpoint.torch_values import copy_random_states, plain_leaf, random_states
+from holdfast.checkpoint.format.dense import TablePlace, encode_tree, map_tree
+from holdfast.checkpoint.format.records import WEIGHT
+from holdfast.checkpoint.torch.values import copy_random_states, plain_leaf, random_states
 from holdfast.cluster.protocol.plan import JobPlan, LaneOptions, SavePlan, Timing
 from holdfast.cluster.saving.layout import MODEL, NETWORK, STEP, STEP_NUMBER, STEP_TENSOR
 from holdfast.cluster.saving.resume import find_resume

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.priority import large_tables
+from holdfast.checkpoint.memory.priority import large_tables
 from holdfast.kernels.priority import count_rows
 from holdfast.sim.student import Student
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.checkpoint.priority import Priority, large_tables, make_priority
+from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
 from holdfast.coding.placement import Placement
 from holdfast.errors import TrainingDiverged
 from holdfast.kernels.priority import count_rows

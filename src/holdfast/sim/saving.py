@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.manifest import read_newest
-from holdfast.checkpoint.restore import open_version
+from holdfast.checkpoint.format.manifest import read_newest
+from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.local_files import Files
 from holdfast.cluster.protocol.batches import Layout

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.bench import bandwidth
-from holdfast.checkpoint.strategies.baselines import early_baseline_is_due, intermittent_baseline_is_due
+from holdfast.checkpoint.layout.baselines import early_baseline_is_due, intermittent_baseline_is_due
 from holdfast.errors import ConfigError
 from holdfast.options import Chunked, Differential, Policy
 

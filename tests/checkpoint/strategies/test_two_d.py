@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.bloom import FALSE_POSITIVES, Bloom
-from holdfast.checkpoint.chunk import OPEN, Piece
-from holdfast.checkpoint.manifest import is_needed
-from holdfast.checkpoint.strategies import two_d
-from holdfast.checkpoint.strategies.two_d import Chunk, ChunkList, Key, Place
+from holdfast.checkpoint.format.chunk import OPEN, Piece
+from holdfast.checkpoint.format.manifest import is_needed
+from holdfast.checkpoint.layout import two_d
+from holdfast.checkpoint.layout.bloom import FALSE_POSITIVES, Bloom
+from holdfast.checkpoint.layout.two_d import Chunk, ChunkList, Key, Place
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -5,7 +5,7 @@ writer may take it over once it has ended, or once its holder is known to be dea
 a lease that nobody renews for as long as it lasts has ended, by the clock of whoever waits.
 
 Clocks of different machines differ, and a holder may sleep. So a lease is only an early warning that two jobs
-write to one store; what keeps versions whole is said in `holdfast.checkpoint.catalog`.
+write to one store; what keeps versions whole is said in `holdfast.checkpoint.saving.catalog`.
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.chunk import checksum
-from holdfast.checkpoint.dense import encode_tree
-from holdfast.checkpoint.manifest import DenseEntry, Version
-from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.format.chunk import checksum
+from holdfast.checkpoint.format.dense import encode_tree
+from holdfast.checkpoint.format.manifest import DenseEntry, Version
+from holdfast.checkpoint.layout.baselines import Baselines
+from holdfast.checkpoint.layout.shard import Shard
+from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.store import Store, WriterLock
-from holdfast.checkpoint.strategies.baselines import Baselines
 from holdfast.cluster.protocol.batches import Layout, merge_layouts
 from holdfast.cluster.protocol.envelope import Frame, as_array
 from holdfast.cluster.protocol.messages import Collect, Saved

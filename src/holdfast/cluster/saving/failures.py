@@ -8,7 +8,7 @@ import re
 
 from msgspec.structs import replace
 
-from holdfast.checkpoint.manifest import DATA_FOLDERS
+from holdfast.checkpoint.format.manifest import DATA_FOLDERS
 from holdfast.cluster.protocol.messages import SaveFailure
 from holdfast.errors import StoreFull, StoreLocked, StoreUnreachable
 

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.dense import Array, TablePlace, decode_tree, map_tree
-from holdfast.checkpoint.encoding import Encoder
-from holdfast.checkpoint.manifest import Version
-from holdfast.checkpoint.records import WEIGHT, Field, Group, Table
+from holdfast.checkpoint.format.dense import Array, TablePlace, decode_tree, map_tree
+from holdfast.checkpoint.format.encoding import Encoder
+from holdfast.checkpoint.format.manifest import Version
+from holdfast.checkpoint.format.records import WEIGHT, Field, Group, Table
 from holdfast.cluster.protocol.batches import Layout
 from holdfast.cluster.protocol.plan import JobPlan, SavePlan
 from holdfast.errors import CorruptCheckpoint, ModelMismatch

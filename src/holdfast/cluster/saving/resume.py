@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.dense import decode_tree
-from holdfast.checkpoint.manifest import Manifest, Version, raise_if_unreachable, read_newest
-from holdfast.checkpoint.records import Rows
-from holdfast.checkpoint.restore import VersionReader, open_version
-from holdfast.checkpoint.shard import Shard
+from holdfast.checkpoint.format.dense import decode_tree
+from holdfast.checkpoint.format.manifest import Manifest, Version, raise_if_unreachable, read_newest
+from holdfast.checkpoint.format.records import Rows
+from holdfast.checkpoint.layout.shard import Shard
+from holdfast.checkpoint.reading.version import VersionReader, open_version
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.cluster.protocol.messages import Redundancy
 from holdfast.cluster.protocol.plan import JobPlan, Resume

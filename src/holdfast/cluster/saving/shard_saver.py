@@ -20,12 +20,12 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.manifest import FileEntry, Version, read_newest
-from holdfast.checkpoint.priority import large_tables, make_priority
-from holdfast.checkpoint.records import Bytes2D, Rows
-from holdfast.checkpoint.shard import Change, Shard
+from holdfast.checkpoint.format.manifest import FileEntry, Version, read_newest
+from holdfast.checkpoint.format.records import Bytes2D, Rows
+from holdfast.checkpoint.layout.shard import Change, Shard
+from holdfast.checkpoint.memory.priority import large_tables, make_priority
+from holdfast.checkpoint.memory.tracker import RowSet
 from holdfast.checkpoint.store import Store
-from holdfast.checkpoint.tracker import RowSet
 from holdfast.cluster.protocol.envelope import Frame
 from holdfast.cluster.protocol.messages import Saved
 from holdfast.cluster.protocol.plan import JobPlan

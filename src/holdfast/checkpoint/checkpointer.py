@@ -1,0 +1,531 @@
+"""``Checkpointer``: read this first.
+
+    with hf.Checkpointer("run1", {"model": model, "optim": optimizer, "loader": loader},
+                         hf.Policy(every_steps=500, keep=20)) as ckpt:
+        start = ckpt.restore()                       # the newest version that verifies; 0 if there is none
+        for step, batch in enumerate(loader, start):
+            ...
+            ckpt.step(step)                          # saves when the policy says so, and returns at once
+
+What happens in a save: rows that were looked up since the last one are copied with their optimizer state
+(``tracker.py`` knows which, ``writer.py`` copies), and so is everything else in the objects
+(``torch_state.py``). A thread writes them as chunk files (``chunk.py``) that the strategy arranges
+(``shard.py``, ``strategies/``), and publishes a manifest (``catalog.py``), which makes the version exist.
+A restore reads the pieces that its version needs, once each (``restore.py``), into the live tensors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import operator
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.format.dense import decode_tree, encode_tree
+from holdfast.checkpoint.format.manifest import Manifest, Version, raise_if_unreachable, read_newest
+from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.progress import byte_progress
+from holdfast.checkpoint.reading.coverage import check_places
+from holdfast.checkpoint.reading.loader import RowLoader
+from holdfast.checkpoint.reading.version import VersionReader, find_version, open_version
+from holdfast.checkpoint.saving.writer import SaveReport, Writer
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.torch.fit import some
+from holdfast.checkpoint.torch.read_ahead import ReadAhead
+from holdfast.checkpoint.torch.state import TrainingObjects, Unseen
+from holdfast.checkpoint.torch.watch import Watch
+from holdfast.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    HoldfastError,
+    NoSuchVersion,
+    SaveFailed,
+    StoreError,
+    threads_explained,
+)
+from holdfast.events import EventLog
+from holdfast.options import Policy
+
+log = logging.getLogger("holdfast.checkpoint")
+
+
+class Checkpointer:
+    """Saves and restores the state of a training run.
+
+    Args:
+        path: a folder, or a URL: ``s3://bucket/prefix``, or any that fsspec knows. One writer at a time.
+        objects: what makes up the state, by name: modules, optimizers, schedulers, loaders; anything with
+            ``state_dict`` and ``load_state_dict``. Give optimizers together with the modules they update.
+        policy: when to save, how, and what to keep.
+        options: of the store, such as S3's endpoint and keys.
+        events: a log that gets every figure.
+        show_progress: a progress bar for what takes long; by default on a terminal.
+        allow_without_optimizer: accept tables that are trainable though no optimizer among the objects owns
+            them. Their weights are saved; the state of an optimizer that was not given is lost.
+
+    Embedding tables (``nn.Embedding``, ``nn.EmbeddingBag``) in the modules are found, and which of their rows
+    change is tracked through their forward passes and the optimizers' steps. Call ``mark`` if you change rows
+    in another way that PyTorch does not count (``weight.data``, NumPy). Rows that changed unseen are found by
+    their digests sooner or later (``Policy(verify=…)``): they are saved then, and versions that lack them are
+    flagged as unverified.
+    Errors of saves in the background are raised by the next call as SaveFailed; training may go on, the
+    rows are in the next save. When another writer has taken the store over, the next call and every later
+    ``save`` raise StoreLocked.
+
+    A process that is forked off, such as a loader's worker, has no part in it: the lock and the saves stay
+    with the process that made it, and ``save`` elsewhere raises StoreLocked.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        objects: Mapping[str, Any],
+        policy: Policy | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        events: EventLog | None = None,
+        show_progress: bool | None = None,
+        allow_without_optimizer: bool = False,
+    ) -> None:
+        self.policy = policy or Policy()
+        self._pid = os.getpid()
+        self.events = events or EventLog(None)
+        self._show_progress = show_progress
+        self._objects = TrainingObjects(objects, self.policy.bits_of)
+        if not allow_without_optimizer:
+            _refuse_unowned(self._objects.tables_without_optimizer())
+        self._cleanup = contextlib.ExitStack()
+        try:
+            with threads_explained():
+                self.store = self._cleanup.enter_context(open_store(path, create=True, options=options or {}))
+                self._lock = self._cleanup.enter_context(
+                    self.store.lock_writer(self.policy.lock_wait_seconds)
+                )
+            self._writer = Writer(self.store, self.policy, self.events)
+            self._writer.bind(self._objects.live_tables())
+            writer = self._writer  # its hooks know no more: a model must not keep a forgotten one of us alive
+            self._watch = Watch(
+                self._objects.tables,
+                self._objects.optimizers,
+                lambda: writer.tracker,
+                lambda: writer.last_version,
+                writer.note_missed,
+            )
+            self._cleanup.callback(self._watch.close)
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self._captured_before = False
+        self._read_ahead = ReadAhead(self._objects.objects, self.events)
+        # Who forgets to close it gets what is under way written all the same, and the lock freed.
+        self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, self._pid)
+        _note_the_end()
+        self._last_step: int | None = None
+        self._told: tuple[int, dict[str, Any] | None] | None = None
+        self._told_version: int | None = None
+        self._last_save_step: int | None = None
+        self._last_save_time = time.monotonic()
+        self._checked_at = time.perf_counter()
+        self._tracking: dict[str, str] = {}
+        self._unseen: set[str] = set()
+
+    def step(self, step: int, metadata: dict[str, Any] | None = None) -> int | None:
+        """Say that a step is done; saves if the policy says so. The version that was begun, or None."""
+        self._check_open()
+        # First: it was told, also if what became of an earlier save is raised here.
+        self._last_step, self._told, self._told_version = step, (step, metadata), None
+        self._writer.collect()
+        self._check_some()
+        self._read_ahead.told(step)
+        if self._last_save_step is None or step < self._last_save_step:  # the count began anew
+            self._last_save_step = step - 1
+        policy = self.policy
+        # Of a fraction of the rows, saves come after a fraction of the time.
+        part = policy.fraction if policy.prioritize is not None else 1.0
+        due = policy.every_steps is not None and step - self._last_save_step >= part * policy.every_steps
+        if policy.every_seconds is not None:
+            due = due or time.monotonic() - self._last_save_time >= part * policy.every_seconds
+        return self._save(step, metadata, whole=policy.prioritize is None) if due else None
+
+    def save(self, step: int | None = None, metadata: dict[str, Any] | None = None) -> int | None:
+        """Save now. Returns the new version's number as soon as its snapshot is taken.
+
+        ``step`` is the step that was just done, by default the last that ``step()`` was told.
+        ``metadata``, a dict of what JSON can say, is kept with the version. Returns None if a save is under
+        way and the policy says to skip. Whatever the policy prioritizes, all rows that changed are in it.
+        If the policy says to cancel, the version never exists if the next save comes too soon.
+        """
+        return self._save(step, metadata, whole=True)
+
+    def _save(self, step: int | None, metadata: dict[str, Any] | None, *, whole: bool) -> int | None:
+        self._check_open()
+        if step is None:
+            step = self._last_step if self._last_step is not None else 0
+        step, metadata = _step(step), _plain(metadata)
+        self._lock.renew()
+        if self._writer.skips(step):
+            return None
+        self._watch.search_last()
+        with threads_explained():
+            version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
+        self._last_step = self._last_save_step = step
+        self._last_save_time = time.monotonic()
+        if whole:
+            self._told_version = version
+        return version
+
+    def _save_last(self) -> None:
+        """Save the last step that ``step()`` was told, unless a version has it."""
+        if self._told is None or not self.policy.save_last or not self._closing.alive:
+            return
+        failures = []
+        while True:
+            try:
+                self.wait()  # only then is it known what became of the last save
+                break
+            except SaveFailed as error:  # that of a save, and that of a round before it
+                failures.append(error)
+        begun = self._told_version
+        if begun is None or all(v.version != begun for v in self.versions()):
+            self._save(*self._told, whole=True)
+            self.wait()
+        for failure in failures:
+            if failure.version is None or failure.version != begun:  # else the last save has made up for it
+                raise failure
+
+    def restore(self, version: int | None = None) -> int:
+        """Put a saved state back into the objects; returns the step to go on with.
+
+        Without a version: the newest one that can be read whole; every newer one that cannot is named in
+        the log. A store that does not answer is an error, not a reason to take an older one. Returns 0 if
+        nothing has been saved yet. Loaders must not have been iterated yet. A loader that is read ahead of
+        training, by a queue or a thread, must be a ``Prefetch``: see there.
+        """
+        self._check_open()
+        self.wait()
+        complaints: list[str] = []
+        manifest = read_newest(self.store, complaints)
+        for complaint in complaints:
+            log.warning("%s: an older manifest is used: %s", self.store.url, complaint)
+            self.events.emit("checkpoint_damaged", version=None, error=complaint)
+        if not manifest.versions and version is None:
+            return 0
+        if version is not None:
+            return self._restore(find_version(manifest, version, self.store.url))
+        problems: list[str] = []
+        for candidate in _by_preference(manifest.versions):
+            try:
+                step = self._restore(candidate)
+            except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
+                raise_if_unreachable(self.store, error)
+                log.warning("version %d cannot be restored: %s", candidate.version, error)
+                self.events.emit("checkpoint_damaged", version=candidate.version, error=str(error))
+                problems.append(f"version {candidate.version}: {error}")
+                continue
+            self._say_unverified(candidate, manifest)
+            return step
+        raise CorruptCheckpoint(f"no version of {self.store.url} can be restored: {'; '.join(problems)}")
+
+    def _say_unverified(self, restored: Version, manifest: Manifest) -> None:
+        if restored.unverified:
+            log.warning(
+                "version %d is unverified, and no other could be restored: %s",
+                restored.version,
+                restored.unverified,
+            )
+        passed = [v.version for v in manifest.versions if v.version > restored.version and v.unverified]
+        if passed:
+            log.warning(
+                "version %d was restored, as versions %s are unverified; restore(%d) takes the last of them",
+                restored.version, ", ".join(map(str, passed)), passed[-1],
+            )  # fmt: skip
+
+    def versions(self) -> list[Version]:
+        """All versions that can be restored, oldest first."""
+        return list(self.manifest.versions)  # this is the store's only writer
+
+    @property
+    def manifest(self) -> Manifest:
+        """What stands in the store."""
+        return self._writer.catalog.manifest
+
+    def mark(self, table: str, rows: Any = None) -> None:
+        """Say that rows of a table were changed other than by training; all of them without ``rows``."""
+        self._check_open()
+        if table not in self._objects.tables:
+            raise ConfigError(f"there is no table {table!r}: there are {', '.join(self._objects.tables)}")
+        if not self.policy.verify:
+            # Else the table is compared if PyTorch has counted a write: there may have been others than this.
+            self._watch.accept(table)
+        if rows is None:
+            self._writer.tracker.suspect(table)
+        else:
+            count = len(self._objects.tables[table].weight)
+            self._writer.tracker.mark(table, _row_ids(rows, table, count))
+
+    def check(self) -> int:
+        """Compare every row that is not marked with its digest, now; how many have changed unseen.
+
+        Call it between two steps. Such rows are in the next version; versions that lack them are flagged as
+        unverified. Does nothing before the first save, or with ``Policy(verify=0)``. See ``Policy.verify``.
+        """
+        self._check_open()
+        self._find_tables()
+        for table in self._watch.written():
+            self._writer.tracker.suspect(table)
+        unseen = self._objects.tables_with_unseen_changes()
+        trusted = [n for n in self._objects.tables if n not in unseen and not self._is_suspect(n)]
+        found = self._writer.check(trusted)
+        for change in found:
+            self._watch.distrust(change.table)
+        return sum(change.rows for change in found)
+
+    def _check_some(self) -> None:
+        """Spend the policy's share of the time since the last call on comparing rows with their digests."""
+        now = time.perf_counter()
+        share = self.policy.verify
+        if isinstance(share, str) or not share:
+            return
+        seconds, self._checked_at = share * (now - self._checked_at), now
+        for change in self._writer.check_some(seconds, self._may_check):
+            self._watch.distrust(change.table)
+
+    def _may_check(self, table: str) -> bool:
+        """Whether rows of a table that are not marked should be what they were."""
+        return not self._is_suspect(table) and table not in self._unseen and self._watch.is_known(table)
+
+    def _is_suspect(self, table: str) -> bool:
+        return self._writer.tracker.is_suspect(table)
+
+    def wait(self) -> None:
+        """Return when everything that was saved is durable."""
+        self._writer.wait()
+
+    @property
+    def reports(self) -> list[SaveReport]:
+        """What each save of this process did and cost."""
+        return list(self._writer.reports)
+
+    def close(self) -> None:
+        """Finish saves under way and let go of the store; begins no new one.
+
+        A ``with`` block calls it. If the block ends without an exception, the last step that ``step()`` was
+        told is saved before, unless a version has it (``Policy.save_last``).
+
+        Closing twice is fine. A process that was forked off has no part in it and need not close it.
+        """
+        if self._closing.detach() is None:
+            return
+        try:
+            self._writer.close()
+        finally:
+            self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                if os.getpid() == self._pid:  # not in a process that was forked off
+                    self._save_last()
+            finally:
+                self.close()
+            return
+        # The error that is under way matters more than what closing may add to it.
+        try:
+            self.close()
+        except HoldfastError as second:
+            log.warning("closing %s: %s", self.store.url, second)
+
+    def _check_open(self) -> None:
+        if not self._closing.alive:
+            raise CheckpointError(f"this Checkpointer of {self.store.url} is closed: make a new one")
+
+    def _find_tables(self) -> None:
+        if self._objects.find_again():
+            self._watch.follow(self._objects.tables)
+
+    def _look(self) -> tuple[LiveTables, Sequence[str]]:
+        """Optimizers make their state when they first step, and can be told other settings at any time."""
+        self._find_tables()
+        self._watch.saving()
+        tables = self._objects.live_tables()
+        unseen = self._objects.tables_with_unseen_changes()
+        self._unseen = {name for name, found in unseen.items() if found.lasts}
+        self._say_tracking(unseen)
+        return tables, [*unseen, *self._watch.written()]
+
+    def _say_tracking(self, unseen: Mapping[str, Unseen]) -> None:
+        """Say how changed rows of each table are found, once, and when that changes."""
+        compared = "digests" if self.policy.verify else "whole"
+        said: dict[str, list[str]] = {}
+        for name in self._objects.tables:
+            found = unseen.get(name)
+            how, why = (compared, found.why) if found is not None and found.lasts else self._watch.how(name)
+            text = f"{how}: {why}"
+            if self._tracking.get(name) != text:
+                self._tracking[name] = text
+                said.setdefault(text, []).append(name)
+        for text, names in said.items():
+            log.info("changed rows of %s are found by %s", some(names), text)
+            self.events.emit("checkpoint_tracking", tables=names, how=text)
+
+    def _capture_dense(self) -> Callable[[], Sequence[Any]]:
+        tree = self._objects.capture(dict(self._tracking))
+        if not self._captured_before:
+            # A state that cannot be stored is the caller's to mend: say so at once, not at the next call.
+            encoded = encode_tree(tree())
+            self._captured_before = True
+            return lambda: encoded
+        return lambda: encode_tree(tree())
+
+    def _restore(self, version: Version) -> int:
+        with threads_explained():
+            return self._read_back(version)
+
+    def _read_back(self, version: Version) -> int:
+        started = time.perf_counter()
+        objects = self._objects
+        self._find_tables()
+        with open_version(self.store, version.version) as reader:
+            where = f"{self.store.url}: {version.dense.name} (version {version.version})"
+            tree = decode_tree(reader.dense(), where)
+            # What can be told to be wrong is told before anything is overwritten.
+            reader.check_complete()
+            with _taken_for_damage(where):
+                check_places(tree, reader.groups, where)
+                objects.check_dense(tree)
+            objects.prepare(reader.groups)
+            text = f"restoring version {version.version}"
+            # From here on the tables are not what the newest version and the marks say.
+            self._writer.begin_anew()
+            try:
+                with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
+                    reader.read_rows(RowLoader(reader.groups, objects.fields), on_progress=on_progress)
+                with _taken_for_damage(where):
+                    objects.load_dense(tree)
+            except BaseException:
+                objects.cancel_restore()
+                raise
+            self._note_restored(version, reader, time.perf_counter() - started)
+        return version.step + 1
+
+    def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
+        self._writer.bind(self._objects.live_tables())
+        self._objects.forget_replaced()
+        self._watch.restored()
+        lossy = any(group.is_coded for group in reader.stored_groups)
+        self._writer.restores = version.restores + lossy
+        resumed = self._writer.resume(version)
+        self._last_step = self._last_save_step = version.step
+        self._told = None
+        self._read_ahead.begin(version.step + 1)
+        figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}
+        self.events.emit("checkpoint_restored", **figures, bytes=reader.bytes_read, continues_era=resumed)
+        log.info("restored version %d (step %d) in %.2f s", version.version, version.step, seconds)
+
+
+def _by_preference(versions: Sequence[Version]) -> list[Version]:
+    """The newest first; those that may lack changes come last."""
+    return sorted(versions, key=lambda version: (bool(version.unverified), -version.version))
+
+
+def _refuse_unowned(tables: Sequence[str]) -> None:
+    if tables:
+        raise ConfigError(
+            f"no optimizer among the objects owns {some(tables)}, which can be trained: the state of its "
+            "optimizer would be lost; give that too, call requires_grad_(False) on what is not trained, or "
+            "pass allow_without_optimizer=True if there is none"
+        )
+
+
+def _step(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise ConfigError(f"the step is {step!r}: expected a whole number") from None
+
+
+def _plain(metadata: Any) -> dict[str, Any]:
+    """A copy: the caller may change his, and what cannot be stored is his to mend, now."""
+    if metadata is None:
+        return {}
+    try:
+        text = json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"metadata must be what JSON can say: {error}") from None
+    plain = json.loads(text)
+    if not isinstance(plain, dict):
+        raise ConfigError(f"metadata is {metadata!r}: expected a dict")
+    return plain
+
+
+@contextlib.contextmanager
+def _taken_for_damage(where: str) -> Iterator[None]:
+    """Data of another shape than every state has, a list where all have a dict, were not written by us."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpoint(f"{where} holds what is no state of these objects: {error!r}") from error
+
+
+def _row_ids(rows: Any, table: str, count: int) -> NDArray[np.int64]:
+    ids = np.asarray(rows).reshape(-1)
+    if len(ids) and ids.dtype.kind not in "iu":
+        raise ConfigError(f"rows of {table} are {ids.dtype}: expected their numbers; mask.nonzero() has them")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise ConfigError(f"rows {ids.min()} to {ids.max()} of {table}: expected 0 to {count - 1}")
+    return np.ascontiguousarray(ids, np.int64)
+
+
+_ending = False
+_PATIENCE_SECONDS = 10.0
+
+
+@cache
+def _note_the_end() -> None:
+    """Know when the program ends: before what is forgotten is closed, as it is registered after that."""
+
+    def note() -> None:
+        global _ending  # noqa: PLW0603
+        _ending = True
+
+    atexit.register(note)
+
+
+def _close_forgotten(writer: Writer, cleanup: contextlib.ExitStack, pid: int) -> None:
+    """When a Checkpointer is gone that nobody closed, or the program ends before it does."""
+    if os.getpid() != pid:
+        return  # a process that was forked off: thread and lock are its parent's
+    log.warning("the Checkpointer of %s was not closed: use it in a with statement", writer.store.url)
+    if not _ending and not writer.finish(_PATIENCE_SECONDS):
+        # The collector of garbage stops a thread anywhere, also where it has a lock that saving waits for.
+        # The program does not end before this one.
+        threading.Thread(target=_close, args=(writer, cleanup), name="holdfast-close").start()
+        return
+    _close(writer, cleanup)
+
+
+def _close(writer: Writer, cleanup: contextlib.ExitStack) -> None:
+    try:
+        writer.close()
+    except HoldfastError as error:
+        log.warning("closing %s: %s", writer.store.url, error)
+    finally:
+        cleanup.close()

@@ -1,0 +1,1 @@
+"""Bytes on disk: records, chunk files, dense state, manifests."""

@@ -1,0 +1,141 @@
+"""Chunk files as a shard writes them: what a change to a store consists of, and how pieces become files."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from holdfast.checkpoint.format.chunk import Index, NewPiece, Piece, encode_file
+from holdfast.checkpoint.format.manifest import FileEntry, FileKind
+from holdfast.checkpoint.format.records import Group, RowIds, Rows
+from holdfast.checkpoint.reading.stretches import STRETCH_BYTES, open_file
+from holdfast.checkpoint.store import Store
+
+FILE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that has been written."""
+
+    entry: FileEntry
+    pieces: tuple[Piece, ...]
+    ids: tuple[RowIds, ...]
+    """The rows of each piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Files that a shard has written, and those that they replace; counts once it is in a manifest."""
+
+    version: int
+    kind: Literal["baseline", "increment", "round"]
+    files: tuple[Written, ...]
+    removed: tuple[str, ...] = ()
+    """Files of which nothing is needed any more."""
+    updated: tuple[FileEntry, ...] = ()
+    """What is to be said from now on of files that stay, of which fewer pieces are needed."""
+    replaced: tuple[tuple[int, int, int], ...] = ()
+    """(version, group, how many) of records of which the files now say that they died in that version."""
+
+    @property
+    def added(self) -> tuple[FileEntry, ...]:
+        """What the manifest must say of the new files."""
+        return tuple(f.entry for f in self.files)
+
+    @property
+    def written(self) -> tuple[tuple[int, int], ...]:
+        """(group, rows) of each piece that was written."""
+        return tuple((piece.group, piece.rows) for file in self.files for piece in file.pieces)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that were written."""
+        return sum(f.bytes for f in self.added)
+
+    @property
+    def rows(self) -> int:
+        """Rows that were written."""
+        return sum(f.rows for f in self.added)
+
+
+class FileWriter:
+    """Writes the chunk files of one shard."""
+
+    def __init__(self, shard: int, groups: Sequence[Group]) -> None:
+        self.shard = shard
+        self.groups = tuple(groups)
+
+    def write(
+        self,
+        store: Store,
+        version: int,
+        kind: FileKind,
+        pieces: Iterable[NewPiece],
+        file_bytes: int | None = None,
+    ) -> tuple[Written, ...]:
+        """Write pieces, in their order, to files of at most about ``file_bytes`` each.
+
+        Pieces are asked for as they are written, and let go of then.
+        """
+        limit = FILE_BYTES if file_bytes is None else file_bytes
+        return tuple(
+            self._write_file(store, version, kind, bundle) for bundle in self._bundles(pieces, limit)
+        )
+
+    def cut(self, piece: NewPiece) -> list[NewPiece]:
+        """The same records in pieces that are read in one stretch each; none for no records."""
+        step = max(1, STRETCH_BYTES // max(self.groups[piece.group].record_bytes + 8, 1))
+        if 0 < len(piece.rows) <= step:
+            return [piece]
+        parts: list[NewPiece] = []
+        for a in range(0, len(piece.rows), step):
+            rows = Rows(piece.rows.ids[a : a + step], tuple(f[a : a + step] for f in piece.rows.fields))
+            born, died = (
+                v[a : a + step] if isinstance(v, np.ndarray) else v for v in (piece.born, piece.died)
+            )
+            parts.append(NewPiece(piece.group, piece.rank, rows, born, died))
+        return parts
+
+    def _bundles(self, pieces: Iterable[NewPiece], limit: int) -> Iterator[list[NewPiece]]:
+        bundle: list[NewPiece] = []
+        size = 0
+        for piece in pieces:
+            bytes_ = len(piece.rows) * self.groups[piece.group].record_bytes
+            if bundle and size + bytes_ > limit:
+                yield bundle
+                bundle, size = [], 0
+            bundle.append(piece)
+            size += bytes_
+        if bundle:
+            yield bundle
+
+    def _write_file(self, store: Store, version: int, kind: FileKind, pieces: Sequence[NewPiece]) -> Written:
+        encoded = encode_file(pieces, [g.fields for g in self.groups])
+        name = f"chunks/{version:08}-{self.shard:04}-{kind}-{secrets.token_hex(6)}.safetensors"
+        store.put(name, encoded.parts)
+        entry = FileEntry(
+            name=name,
+            bytes=encoded.bytes,
+            header_bytes=encoded.header_bytes,
+            header_checksum=encoded.header_checksum,
+            kind=kind,
+            shard=self.shard,
+            first_rank=min(p.rank for p in encoded.pieces),
+            first_born=min(p.first_born for p in encoded.pieces),
+            last_died=max(p.last_died for p in encoded.pieces),
+            rows=sum(p.rows for p in encoded.pieces),
+        )
+        return Written(entry, encoded.pieces, tuple(piece.rows.ids for piece in pieces))
+
+
+def read_indexes(store: Store, entry: FileEntry, groups: Sequence[Group]) -> Iterator[tuple[int, Index]]:
+    """Which rows are in a file: (group, index) of each of its pieces that is still needed."""
+    opened = open_file(store, entry, groups)
+    with opened.reader:
+        for piece in opened.pieces:
+            yield piece.group, opened.read_index(piece)

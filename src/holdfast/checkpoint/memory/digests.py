@@ -1,0 +1,183 @@
+"""A digest of every row as it was last saved: the net below tracking, and a way to track any optimizer.
+
+Which rows change is known from lookups and gradients (``torch_watch.py``). Digests serve where that is not
+enough. A table of which any row may have changed (Adam on dense gradients, a hook that writes) is compared
+with its digests at a save, and only the rows that differ are saved. And a little at a time, all rows that are
+*not* marked are compared too: one that differs has changed unseen.
+
+A digest takes 8 bytes a row. It is noted when a snapshot of the row is taken, so whatever is not marked must
+match.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.format.records import Group, Rows, Table
+from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.memory.tracker import Tracker
+from holdfast.kernels.digests import digest_rows
+
+LONGEST_CHECK_SECONDS = 0.02
+"""Of one call: time that was not used is not saved up beyond it."""
+_FIRST_GUESS_BYTES_PER_SECOND = 1e9
+_SLICE_BYTES = 1 << 19
+_LARGEST_SLICE_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class UnseenChange:
+    """Rows of a table that had changed without a mark.
+
+    Attributes:
+        table: its name.
+        rows: how many.
+        verified: the last version of which it is known that it has these rows as they were.
+    """
+
+    table: str
+    rows: int
+    verified: int
+
+
+@dataclass(slots=True)
+class _Checked:
+    """A table's place, and the last version that is known to have the rows of each slice right."""
+
+    table: Table
+    group: int
+    record_bytes: int
+    slice_rows: int
+    verified: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, table: Table, number: int, group: Group) -> _Checked:
+        slice_rows = max(1, min(_LARGEST_SLICE_ROWS, _SLICE_BYTES // group.record_bytes))
+        verified = np.zeros(-(-table.rows // slice_rows), np.int64)
+        return cls(table, number, group.record_bytes, slice_rows, verified)
+
+
+class RowDigests:
+    """The digests of some groups' rows, and when rows were last found to match them.
+
+    ``note`` is called by the thread that writes, everything else by the trainer's, and never while rows that
+    were taken have yet to be noted.
+
+    Args:
+        groups: as they are in memory.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._digests = [np.zeros(group.rows, np.uint64) for group in groups]
+        self._tables = {
+            table.name: _Checked.of(table, number, group)
+            for number, group in enumerate(groups)
+            for table in group.tables
+            if table.rows
+        }
+        self._order = list(self._tables)
+        self._next = (0, 0)
+        self._bytes_per_second = _FIRST_GUESS_BYTES_PER_SECOND
+        self._balance = 0.0
+
+    def learn(self, live: LiveTables, version: int) -> None:
+        """Note the digests of all rows as they are in memory. ``version`` is the last one that was taken."""
+        for group, digests in enumerate(self._digests):
+            digests[:] = 0
+            nothing = np.zeros((len(digests) + 63) // 64, np.uint64)
+            live.mark_changed(group, 0, len(digests), digests, nothing, mark_unknown=False)
+        self.verified(self._tables, version)
+
+    def note(self, version: int, rows: Sequence[Rows], *, baseline: bool) -> None:
+        """These are the rows, of each group, that a version holds; all rows in a baseline."""
+        for group, some in enumerate(rows):
+            if len(some):
+                addresses = np.array([[field.ctypes.data] for field in some.fields], np.int64)
+                row_bytes = np.array([field.shape[1] for field in some.fields], np.int64)
+                digest_rows(addresses, row_bytes, some.ids, self._digests[group])
+        if baseline:
+            self.verified(self._tables, version)
+
+    def verified(self, tables: Iterable[str], version: int) -> None:
+        """No change of these tables is missing from this version."""
+        for name in tables:
+            if name in self._tables:
+                self._tables[name].verified[:] = version
+
+    def find_changed(
+        self, live: LiveTables, group: int, begin: int, end: int, marked: NDArray[np.uint64]
+    ) -> int:
+        """Mark the rows that differ from their digests; how many."""
+        return live.mark_changed(group, begin, end, self._digests[group], marked, mark_unknown=True)
+
+    def check_table(
+        self, live: LiveTables, table: str, tracker: Tracker, version: int
+    ) -> UnseenChange | None:
+        """Compare all rows of a table that are not marked, and mark those that differ.
+
+        ``version`` is the last one that was taken.
+        """
+        checked = self._tables.get(table)
+        if checked is None:
+            return None
+        return self._check(live, checked, 0, checked.table.rows, tracker, version)
+
+    def check_some(
+        self,
+        live: LiveTables,
+        tracker: Tracker,
+        version: int,
+        seconds: float,
+        may_check: Callable[[str], bool],
+    ) -> list[UnseenChange]:
+        """Go on comparing rows that are not marked, for about ``seconds`` and what was left of earlier calls.
+
+        Tables of which ``may_check`` says no are passed over.
+        """
+        self._balance = min(self._balance + seconds, LONGEST_CHECK_SECONDS)
+        found: list[UnseenChange] = []
+        for _ in self._order:  # once round at the most
+            at, begin = self._next
+            checked = self._tables[self._order[at]]
+            if may_check(checked.table.name):
+                end = self._affordable(checked, begin)
+                if end == begin:
+                    break
+                started = time.perf_counter()
+                change = self._check(live, checked, begin, end, tracker, version)
+                taken = time.perf_counter() - started
+                self._balance -= taken
+                speed = (end - begin) * checked.record_bytes / max(taken, 1e-9)
+                self._bytes_per_second += 0.2 * (speed - self._bytes_per_second)
+                found += [change] if change is not None else []
+                if end < checked.table.rows:
+                    self._next = at, end
+                    break
+            self._next = (at + 1) % len(self._order), 0
+        return found
+
+    def _affordable(self, checked: _Checked, begin: int) -> int:
+        """The row up to which the time suffices: the table's last, or the end of a slice."""
+        rows = int(max(self._balance, 0.0) * self._bytes_per_second / checked.record_bytes)
+        if rows >= checked.table.rows - begin:
+            return checked.table.rows
+        return begin + rows // checked.slice_rows * checked.slice_rows
+
+    def _check(
+        self, live: LiveTables, checked: _Checked, begin: int, end: int, tracker: Tracker, version: int
+    ) -> UnseenChange | None:
+        def find(group: int, first: int, behind: int, marked: NDArray[np.uint64]) -> int:
+            return live.mark_changed(
+                group, first + begin, first + end, self._digests[group], marked, mark_unknown=True
+            )
+
+        rows = tracker.find_changed(checked.table.name, find)
+        slices = checked.verified[begin // checked.slice_rows : -(-end // checked.slice_rows)]
+        verified = int(slices.min())
+        slices[:] = version
+        return UnseenChange(checked.table.name, rows, verified) if rows else None

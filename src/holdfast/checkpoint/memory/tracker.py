@@ -1,0 +1,218 @@
+"""Which rows have changed: a bit for each, cleared only when what it stands for is durable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.format.records import Group, RowIds
+from holdfast.checkpoint.memory.priority import Priority
+from holdfast.kernels.ids import count_marked, mark_rows, marked_rows, unmark_rows
+
+FindChanged = Callable[[int, int, int, NDArray[np.uint64]], int]
+"""Called with a group, its first row, the row behind its last, and its bitmap: marks the rows that have
+changed there, and says how many it marked."""
+
+
+class RowSet:
+    """A set of rows of one group: a bit for each."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.bits = np.zeros((rows + 63) // 64, np.uint64)
+
+    def add(self, ids: NDArray[np.int64], first: int = 0, rows: int | None = None) -> None:
+        """Put in rows ``first + ids`` of a table with this many rows; ids outside of it are left out."""
+        mark_rows(self.bits, ids, first, self.rows if rows is None else rows)
+
+    def add_range(self, first: int, rows: int) -> None:
+        """Put in neighbouring rows: whole words at once."""
+        behind = first + rows
+        begin, end = -(-first // 64), behind // 64
+        if begin > end:  # all of them in one word
+            begin, end = behind // 64 + 1, behind // 64
+        mark_rows(self.bits, np.arange(first, min(behind, 64 * begin), dtype=np.int64), 0, self.rows)
+        self.bits[begin:end] = ~np.uint64(0)
+        mark_rows(self.bits, np.arange(max(first, 64 * end), behind, dtype=np.int64), 0, self.rows)
+
+    def gaps(self, first: int, rows: int) -> tuple[int, int, int]:
+        """The first and the last of these neighbouring rows that is not in it, and how many are not."""
+        begin, end = first // 64, (first + rows + 63) // 64
+        left = ~self.bits[begin:end]
+        left[:1] &= ~np.uint64(0) << np.uint64(first - 64 * begin)
+        left[-1:] &= ~np.uint64(0) >> np.uint64(64 * end - first - rows)
+        some = np.flatnonzero(left)
+        if not len(some):
+            return first, first, 0
+        low, high = int(left[some[0]]), int(left[some[-1]])
+        lowest = 64 * (begin + int(some[0])) + (low & -low).bit_length() - 1
+        highest = 64 * (begin + int(some[-1])) + high.bit_length() - 1
+        return lowest, highest, int(count_marked(left))
+
+    def discard(self, ids: NDArray[np.int64]) -> None:
+        """Take rows out of it, if they are in it."""
+        unmark_rows(self.bits, ids)
+
+    def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these rows are in it."""
+        found: NDArray[np.bool_] = (self.bits[ids >> 6] >> (ids & 63).astype(np.uint64)) & np.uint64(1) != 0
+        return found
+
+    def ids(self) -> RowIds:
+        """The rows in it, ascending."""
+        space = np.empty(len(self) + 64, np.int64)
+        found, _ = marked_rows(self.bits, space, False)
+        return space[:found]
+
+    def ids_in(self, space: RowIds) -> RowIds:
+        """The same: in ``space`` if there is room for 64 more."""
+        found, words = marked_rows(self.bits, space, False)
+        return space[:found] if words == len(self.bits) else self.ids()
+
+    def __len__(self) -> int:
+        return int(count_marked(self.bits))
+
+
+class Tracker:
+    """The rows that have changed since the last durable version.
+
+    The calls: ``mark`` and ``suspect`` as training goes on; ``take`` at a snapshot, which starts a new
+    generation and keeps the old one; then ``settle`` when the snapshot is durable, or ``give_back`` when it
+    failed. Between those, rows may be marked in both generations: that is what makes the next version whole.
+    Any thread may call any of them.
+
+    Args:
+        groups: the tables.
+        priorities: of tables of which not all changed rows need be saved at once, by name.
+    """
+
+    def __init__(self, groups: Sequence[Group], priorities: Mapping[str, Priority] | None = None) -> None:
+        self.groups = tuple(groups)
+        self._places = {t.name: (g, t) for g, group in enumerate(groups) for t in group.tables}
+        self._changed = [RowSet(group.rows) for group in groups]
+        self._priorities = dict(priorities or {})
+        self._spaces = [np.empty(1024, np.int64) for _ in groups]
+        self._taken: list[RowIds] | None = None
+        self._last_taken: list[RowIds] = [np.empty(0, np.int64) for _ in groups]
+        self._suspects: set[str] = set()
+        self._taken_suspects: set[str] = set()
+        # Marking releases the GIL, and bits share words: two threads at once would lose marks.
+        self._lock = threading.RLock()
+
+    @property
+    def tables(self) -> Collection[str]:
+        """The names of all tables."""
+        return self._places.keys()
+
+    def mark(self, table: str, ids: NDArray[np.int64], *, counts: bool = True) -> None:
+        """These rows of a table change. Priorities go by how often that is said, unless it ``counts`` not."""
+        group, place = self._places[table]
+        with self._lock:
+            self._changed[group].add(ids, place.first, place.rows)
+            if counts and table in self._priorities:
+                self._priorities[table].touched(ids)
+
+    def suspect(self, table: str) -> None:
+        """Any row of the table may have changed: which ones have is found out when rows are taken."""
+        with self._lock:
+            self._suspects.add(table)
+
+    @property
+    def suspects(self) -> Collection[str]:
+        """Tables of which any row may have changed."""
+        return self._suspects
+
+    def is_suspect(self, table: str) -> bool:
+        """Whether any row of the table may have changed."""
+        return table in self._suspects
+
+    def find_changed(self, table: str, find: FindChanged) -> int:
+        """Let ``find`` mark rows of a table that have changed; how many it says there are."""
+        group, place = self._places[table]
+        with self._lock:
+            return find(group, place.first, place.first + place.rows, self._changed[group].bits)
+
+    def explains(self, table: str, ids: NDArray[np.int64]) -> bool:
+        """Whether all of these rows of a table are marked, or were when rows were last taken."""
+        group, place = self._places[table]
+        with self._lock:
+            missing = ids[~self._changed[group].contains(ids + place.first)] + place.first
+            known = self._last_taken[group]
+            at = np.searchsorted(known, missing)
+            return bool((at < len(known)).all() and (known[at] == missing).all())
+
+    def take(self, *, whole: bool = True, find: FindChanged | None = None) -> list[RowIds]:
+        """The changed rows of each group; what is marked from now on belongs to the next snapshot.
+
+        Not ``whole``: of tables that have priorities, those that come first. The others stay marked. ``find``
+        marks the rows of suspected tables that have changed; without it all of them are taken to have.
+        """
+        with self._lock:
+            if self._taken is not None:
+                raise RuntimeError("the last snapshot has neither been settled nor given back")
+            self._mark_suspects(find)
+            found = [c.ids_in(space) for c, space in zip(self._changed, self._spaces, strict=True)]
+            # First: whoever interrupts this loses no mark.
+            self._taken, self._taken_suspects = found, set(self._suspects)
+            self._suspects.clear()
+            self._last_taken = found
+            for changed, ids in zip(self._changed, found, strict=True):
+                changed.discard(ids)
+            # Fresh memory costs a page fault for every 4 KiB: what was needed this time is kept for the next.
+            for number, ids in enumerate(found):
+                if not 0.125 * len(self._spaces[number]) <= len(ids) + 1024 <= len(self._spaces[number]):
+                    self._spaces[number] = np.empty(len(ids) + len(ids) // 4 + 1024, np.int64)
+            if self._priorities and not whole:
+                self._taken = [self._first_of(number, ids) for number, ids in enumerate(found)]
+            for table, priority in self._priorities.items():
+                priority.saved(self._taken_of(table))
+            return self._taken
+
+    def _mark_suspects(self, find: FindChanged | None) -> None:
+        for table in self._suspects:
+            group, place = self._places[table]
+            if find is None:
+                self._changed[group].add_range(place.first, place.rows)
+            else:
+                self.find_changed(table, find)
+            if table in self._priorities:
+                ids = self._changed[group].ids()
+                begin, end = np.searchsorted(ids, [place.first, place.first + place.rows])
+                self._priorities[table].touched(ids[begin:end] - place.first)
+
+    def _first_of(self, number: int, ids: RowIds) -> RowIds:
+        now = np.ones(len(ids), bool)
+        for table in self.groups[number].tables:
+            if table.name in self._priorities:
+                begin, end = np.searchsorted(ids, [table.first, table.first + table.rows])
+                chosen = self._priorities[table.name].choose() + table.first
+                now[begin:end] = np.isin(ids[begin:end], chosen, assume_unique=True)
+        self._changed[number].add(ids[~now])
+        return ids[now]
+
+    def _taken_of(self, table: str) -> RowIds:
+        """The rows of a table that were taken, by their numbers in it."""
+        assert self._taken is not None
+        group, place = self._places[table]
+        ids = self._taken[group]
+        begin, end = np.searchsorted(ids, [place.first, place.first + place.rows])
+        return ids[begin:end] - place.first
+
+    def settle(self) -> None:
+        """The last snapshot is durable."""
+        with self._lock:
+            self._taken = None
+
+    def give_back(self) -> None:
+        """The last snapshot was not saved: its rows count as changed again."""
+        with self._lock:
+            if self._taken is not None:
+                for table, priority in self._priorities.items():
+                    priority.failed(self._taken_of(table))
+                for changed, ids in zip(self._changed, self._taken, strict=True):
+                    changed.add(ids)
+                self._suspects |= self._taken_suspects
+                self._taken = None

@@ -1,0 +1,130 @@
+"""Where rows go when a version is read: to whoever asked for them, or into live tables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from holdfast.checkpoint.codecs.quantize import Flags
+from holdfast.checkpoint.format.encoding import decode_rows
+from holdfast.checkpoint.format.records import Group, RowIds, Rows
+from holdfast.checkpoint.memory.live import FieldsOf, LiveTables
+from holdfast.checkpoint.memory.tracker import RowSet
+
+Sink = Callable[[int, Rows], None]
+"""Takes rows of a group; called from one thread, in the order in which rows override each other."""
+
+
+class _RawRows:
+    """Which rows of coded groups were last seen with a mark that says: kept raw, in a group of their own.
+
+    Such a row's newest raw record is the one that belongs to the mark, so raw records are handed on after
+    all others, to rows that are marked at the end. They are few: a row with NaN in it, or far off zero.
+    """
+
+    def __init__(self) -> None:
+        self._marked: dict[int, RowSet] = {}
+        self._found: dict[int, RowSet] = {}
+        self._lock = threading.Lock()
+
+    def note(self, number: int, group: Group, rows: Rows, positions: RowIds | None) -> Flags | None:
+        """Rows of a coded group have been read: which of them are raw; None if none is."""
+        raw = np.zeros(len(rows), np.bool_)
+        for field, values in zip(group.fields, rows.fields, strict=True):
+            if field.codec is not None:
+                raw |= field.codec.is_raw(values)
+        if positions is not None:
+            chosen = np.zeros(len(rows), np.bool_)
+            chosen[positions] = True
+            raw &= chosen
+        any_raw = bool(raw.any())
+        with self._lock:
+            if any_raw and number not in self._marked:
+                self._marked[number] = RowSet(group.rows)
+            if number in self._marked:
+                self._marked[number].discard(rows.ids if positions is None else rows.ids[positions])
+                self._marked[number].add(rows.ids[raw])
+        return raw if any_raw else None
+
+    def wanted(self, group: int, rows: Rows, positions: RowIds | None) -> RowIds:
+        """Positions of those raw records whose rows are marked."""
+        if group not in self._marked:
+            return np.empty(0, np.int64)
+        where = np.arange(len(rows)) if positions is None else positions
+        where = where[self._marked[group].contains(rows.ids[where])]
+        with self._lock:
+            if group not in self._found:
+                self._found[group] = RowSet(self._marked[group].rows)
+            self._found[group].add(rows.ids[where])
+        return where
+
+    def missing(self) -> dict[int, RowIds]:
+        """By group, rows that are marked and have no raw record, now that all have been handed on."""
+        lacking: dict[int, RowIds] = {}
+        for group, marked in self._marked.items():
+            ids = marked.ids()
+            found = self._found.get(group)
+            lacking[group] = ids if found is None else ids[~found.contains(ids)]
+        return {group: ids for group, ids in lacking.items() if len(ids)}
+
+
+class Decoder:
+    """Hands rows on to a sink as they were in memory."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._raw = _RawRows()
+
+    def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:
+        """Hand on stored rows, of a stored group with this number, or those at some positions."""
+        if group.raw_rows_of is not None:
+            wanted = self._raw.wanted(group.raw_rows_of, rows, positions)
+            if len(wanted):
+                self._sink(group.raw_rows_of, rows.take(wanted))
+            return
+        if group.is_coded:
+            raw = self._raw.note(number, group, rows, positions)
+            if raw is not None:
+                where = np.arange(len(rows)) if positions is None else positions
+                positions = where[~raw[where]]
+        rows = rows if positions is None else rows.take(positions)
+        if len(rows):
+            self._sink(number, decode_rows(group, rows) if group.is_coded else rows)
+
+    def missing_raw(self) -> dict[int, RowIds]:
+        """By group, rows that are kept raw and have not come, now that all have been handed on."""
+        return self._raw.missing()
+
+
+class RowLoader:
+    """A sink that writes rows into live tables.
+
+    Args:
+        groups: as the version has them.
+        fields_of: the live fields of a table, as bytes [rows, bytes], in the order of its group's fields.
+    """
+
+    def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
+        self.tables = LiveTables(groups, fields_of)
+        self._raw = _RawRows()
+
+    def __call__(self, group: int, rows: Rows) -> None:
+        """Write rows of a group to where they belong."""
+        self.tables.scatter(group, rows)
+
+    def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:
+        """Write stored rows, of a stored group with this number, or those at some positions."""
+        if group.raw_rows_of is not None:
+            wanted = self._raw.wanted(group.raw_rows_of, rows, positions)
+            self.tables.scatter(group.raw_rows_of, rows, wanted)
+        elif group.is_coded:
+            self._raw.note(number, group, rows, positions)
+            self.tables.scatter(number, rows, positions, [field.codec for field in group.fields])
+        else:
+            self.tables.scatter(number, rows, positions)
+
+    def missing_raw(self) -> dict[int, RowIds]:
+        """By group, rows that are kept raw and have not come, now that all have been written."""
+        return self._raw.missing()

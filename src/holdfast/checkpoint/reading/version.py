@@ -1,0 +1,376 @@
+"""Reading a version: which pieces it needs, in which order, as few and as long reads as possible.
+
+The main path is ``VersionReader.read_rows``. Into live tables, several threads read, check, decode and write
+stretches of files (``_load``). For anybody else a thread reads and checks the next stretch while this one
+decodes the last and hands its rows on (``_in_order``); where files take turns, as bundles of several columns
+do, they are read as a whole before.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.format import chunk
+from holdfast.checkpoint.format.chunk import DecodedPiece, Piece
+from holdfast.checkpoint.format.manifest import Era, FileEntry, Manifest, Version, read_newest
+from holdfast.checkpoint.format.records import Group
+from holdfast.checkpoint.reading.coverage import Coverage
+from holdfast.checkpoint.reading.loader import Decoder, RowLoader, Sink
+from holdfast.checkpoint.reading.stretches import (
+    STRETCH_BYTES,
+    OpenFile,
+    Stretch,
+    Turns,
+    batches,
+    open_file,
+    read_checked,
+    read_stretch,
+    run_all,
+    stretches,
+    thread_buffer,
+)
+from holdfast.checkpoint.store import ObjectReader, Store
+from holdfast.checkpoint.store.base import ReadRequest
+from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
+
+MOST_OPEN = 256
+"""Files of a version that are held open: a quarter of what a process may have in all, as a rule."""
+_AHEAD = 3
+_MOST_COUNTED = 1 << 28  # rows
+_TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
+
+
+class _OpenedForEachRead(ObjectReader):
+    """A file of a version with so many that a process may not have all of them open at once."""
+
+    def __init__(self, store: Store, entry: FileEntry) -> None:
+        self._store = store
+        self.name = entry.name
+        self.size = entry.bytes
+
+    def _fill(self, requests: list[ReadRequest]) -> None:
+        with self._store.open(self.name) as reader:
+            for request in requests:
+                reader.read_into([(request.offset, request.into.nbytes)], request.into)
+
+    def close(self) -> None:
+        """Nothing is open between reads."""
+
+
+class VersionReader:
+    """One version of a store, opened: its files are held open, so that tidying cannot take them away.
+
+    A context manager. Open it with ``open_version``.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, version: Version) -> None:
+        self.store = store
+        self.version = version
+        self.era: Era = manifest.era(version.era)
+        self.stored_groups: tuple[Group, ...] = self.era.decoded_groups()
+        """As they are stored: with codecs, and with groups of rows that no codec could hold."""
+        self.groups = tuple(g.live() for g in self.stored_groups if g.raw_rows_of is None)
+        """As ``read_rows`` hands them on."""
+        self.bytes_read = 0
+        self.pieces_read = 0
+        self._is_whole = True
+        self._stack = ExitStack()
+        self.files: list[OpenFile] = []
+        most_open = min(MOST_OPEN, _open_files_limit() // 4)
+        try:
+            for entry in self.era.files_of(version.version):
+                file = open_file(store, entry, self.stored_groups, version.version)
+                if len(self.files) >= most_open:
+                    file.reader.close()
+                    file = replace(file, reader=_OpenedForEachRead(store, entry))
+                self._stack.callback(file.reader.close)
+                self.files.append(file)
+            self._dense = self._stack.enter_context(store.open(version.dense.name))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def keep_shard(self, number: int) -> None:
+        """Read one shard's files alone. Whether rows are missing is up to the caller then."""
+        self.files = [file for file in self.files if file.entry.shard == number]
+        self._is_whole = False
+
+    def pieces(self, *, baseline: bool = True, born_after: int = 0) -> list[tuple[OpenFile, Piece]]:
+        """All pieces that the version needs, in the order in which they are to be applied.
+
+        ``born_after`` leaves out those that an earlier version of its era holds too.
+        """
+        v = self.version.version
+        needed = [
+            (file, piece)
+            for file in self.files
+            if baseline or file.entry.kind != "baseline"
+            for piece in file.pieces
+            if piece.rows and piece.first_born <= v < piece.last_died and piece.last_born > born_after
+        ]
+        return sorted(needed, key=lambda pair: pair[1].rank)
+
+    def _split(
+        self, pieces: Sequence[tuple[OpenFile, Piece]]
+    ) -> tuple[list[tuple[OpenFile, Piece]], list[tuple[OpenFile, Piece]]]:
+        """The pieces, and apart from them those with rows that no codec could hold: these are for the end."""
+        raw = [self.stored_groups[piece.group].raw_rows_of is not None for _, piece in pieces]
+        return (
+            [pair for pair, is_raw in zip(pieces, raw, strict=True) if not is_raw],
+            [pair for pair, is_raw in zip(pieces, raw, strict=True) if is_raw],
+        )
+
+    def dense(self) -> bytes:
+        """The bytes of the dense part, checked."""
+        entry = self.version.dense
+        where = f"{self.store.url}: {entry.name} (version {self.version.version})"
+        if self._dense.size != entry.bytes:
+            raise CorruptCheckpoint(f"{where} has {self._dense.size} bytes, expected {entry.bytes}")
+        data = self._dense.read()
+        if chunk.checksum(data) != entry.checksum:
+            raise CorruptCheckpoint(f"{where} does not have its checksum")
+        self.bytes_read += len(data)
+        return data
+
+    def read_rows(
+        self,
+        sink: Sink,
+        *,
+        baseline: bool = True,
+        born_after: int = 0,
+        on_progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Hand all rows of the version to the sink, later ones overriding earlier ones.
+
+        ``baseline=False`` leaves out the rows of the era's full version: only what changed since.
+        ``born_after`` leaves out what was written for that version of the era or an earlier one.
+        ``on_progress`` is told how many bytes have been handed on.
+
+        Raises CorruptCheckpoint if rows are missing: before the first is handed on where headers tell, else
+        after the last. What is left out by the arguments is not counted.
+        """
+        pieces = self.pieces(baseline=baseline, born_after=born_after)
+        all_of_it = baseline and not born_after and self._is_whole
+        coverage = self._check_headers(pieces) if all_of_it else None
+        if isinstance(sink, RowLoader):
+            target: RowLoader | Decoder = sink
+            self._load(sink, pieces, born_after, on_progress, coverage)
+        else:
+            target = Decoder(sink)
+            self._hand_on(target, pieces, born_after, on_progress, coverage)
+        if coverage is not None:
+            coverage.finish()
+        for number, ids in target.missing_raw().items():
+            tables = self.groups[number].tables
+            raise CorruptCheckpoint(
+                f"{self._where} is incomplete: {len(ids):,} raw rows are missing, of which the first is row "
+                f"{ids[0]} of the group of table {tables[0].name}"
+            )
+
+    def check_complete(self) -> None:
+        """Raise CorruptCheckpoint if headers tell that rows are missing. Reads nothing."""
+        self._check_headers(self.pieces())
+
+    def count_rows(self) -> None:
+        """Raise CorruptCheckpoint if rows are missing. Reads no records, only row ids where it has to."""
+        pieces = self.pieces()
+        # One bit for each row. With more rows than its files could hold, the headers have to do.
+        most_rows = max(_MOST_COUNTED, sum(file.entry.bytes for file in self.files))
+        coverage = self._check_headers(pieces, at_most=most_rows)
+        for file, piece in pieces:
+            if coverage.wants(piece):
+                index = file.read_index(piece)
+                coverage.note(piece, index.ids, index.positions_at(self.version.version))
+        coverage.finish()
+
+    @property
+    def _where(self) -> str:
+        return f"version {self.version.version} of {self.store.url}"
+
+    def _check_headers(self, pieces: Sequence[tuple[OpenFile, Piece]], at_most: int = 0) -> Coverage:
+        coverage = Coverage(self.version, self.stored_groups, (piece for _, piece in pieces), self._where)
+        coverage.check(at_most=at_most)
+        return coverage
+
+    def _hand_on(
+        self,
+        decoder: Decoder,
+        pieces: Sequence[tuple[OpenFile, Piece]],
+        born_after: int,
+        on_progress: Callable[[int], None],
+        coverage: Coverage | None,
+    ) -> None:
+        done = 0
+        for decoded in (piece for part in self._split(pieces) for piece in self._in_order(part)):
+            positions = decoded.positions_at(self.version.version, born_after)
+            if coverage is not None and coverage.wants(decoded.piece):
+                coverage.note(decoded.piece, decoded.rows.ids, positions)
+            if positions is None or len(positions):
+                group = decoded.piece.group
+                decoder.load(self.stored_groups[group], group, decoded.rows, positions)
+            done += decoded.piece.length
+            on_progress(done)
+
+    def _load(
+        self,
+        loader: RowLoader,
+        pieces: Sequence[tuple[OpenFile, Piece]],
+        born_after: int,
+        on_progress: Callable[[int], None],
+        coverage: Coverage | None,
+    ) -> None:
+        """Several threads read pieces and write them into live tables, those of lower rank first."""
+        done = 0
+        for part in self._split(pieces):
+            turns = Turns(stretches(part), lambda loaded, before=done: on_progress(before + loaded))  # type: ignore[misc]
+
+            def load(stretch: Stretch, turns: Turns = turns) -> None:
+                writes = [
+                    self._write(loader, piece, data, stretch.file.where, born_after, coverage)
+                    for piece, data in read_checked(stretch, thread_buffer(stretch.bytes))
+                ]
+                turns.wait(stretch.rank)
+                for write in writes:
+                    write()
+                turns.finish(stretch)
+
+            run_all(load, turns.stretches, on_error=turns.give_up)
+            done += turns.loaded
+            self.pieces_read += len(part)
+        self.bytes_read += done
+
+    def _write(
+        self,
+        loader: RowLoader,
+        piece: Piece,
+        data: NDArray[np.uint8],
+        where: str,
+        born_after: int,
+        coverage: Coverage | None,
+    ) -> Callable[[], None]:
+        """Decode a piece; what is returned writes those of its rows that belong to the version."""
+        group = self.stored_groups[piece.group]
+        if piece.is_run and not group.is_coded and group.raw_rows_of is None:
+            fields = chunk.decode_fields(piece, data, group.fields)
+            return partial(loader.tables.fill, piece.group, piece.first_id, fields)
+        decoded = chunk.decode_piece(piece, data, group.fields, where)
+        positions = decoded.positions_at(self.version.version, born_after)
+        if coverage is not None and coverage.wants(piece):
+            coverage.note(piece, decoded.rows.ids, positions)
+        return partial(loader.load, group, piece.group, decoded.rows, positions)
+
+    def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
+        """Read and check every byte that the version needs, and count its rows; how many bytes there were."""
+        self.read_rows(lambda group, rows: None, on_progress=on_progress)
+        self.dense()
+        return self.bytes_read
+
+    def total_bytes(self) -> int:
+        """How many bytes ``read_rows`` reads."""
+        return sum(piece.length for _, piece in self.pieces())
+
+    def _in_order(self, pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[DecodedPiece]:
+        """Pieces by ascending rank, read in long stretches."""
+        for interleaved, batch in batches(pieces):
+            if not interleaved:
+                yield from self._decode(stretches(batch))
+                continue
+            # By rank, every read would be of another file. By file they are long, if all of it is in memory
+            # before any is handed on.
+            whole = list(self._decode(stretches(batch, by_file=True), reuse=False))
+            whole.sort(key=lambda decoded: decoded.piece.rank, reverse=True)
+            while whole:
+                yield whole.pop()
+
+    def _decode(self, wanted: Iterator[Stretch], *, reuse: bool = True) -> Iterator[DecodedPiece]:
+        """Decode in the order of reading. With ``reuse`` a piece is valid until the next one is asked for."""
+        free: list[NDArray[np.uint8]] = []
+        under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[list[DecodedPiece]]]] = deque()
+
+        def finish() -> Iterator[DecodedPiece]:
+            stretch, buffer, future = under_way.popleft()
+            yield from future.result()
+            self.bytes_read += stretch.bytes
+            self.pieces_read += len(stretch.pieces)
+            if reuse and len(buffer) == STRETCH_BYTES:
+                free.append(buffer)  # its rows have been handed on
+
+        with ThreadPoolExecutor(1, "holdfast-read") as pool:
+            try:
+                for stretch in wanted:
+                    size = stretch.bytes
+                    least = STRETCH_BYTES if reuse else 0
+                    buffer = free.pop() if free and size <= least else np.empty(max(size, least), np.uint8)
+                    future = pool.submit(read_stretch, stretch, self.stored_groups, buffer[:size])
+                    under_way.append((stretch, buffer, future))
+                    if len(under_way) > _AHEAD:
+                        yield from finish()
+                while under_way:
+                    yield from finish()
+            finally:
+                for _, _, future in under_way:
+                    future.cancel()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_files_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4 * MOST_OPEN if soft == resource.RLIM_INFINITY else soft
+
+
+def open_version(store: Store, version: int | None = None, manifest: Manifest | None = None) -> VersionReader:
+    """Open a version, the newest by default, for reading.
+
+    A writer may be tidying up meanwhile: a file that is gone has been replaced by others that a newer
+    manifest names, so that one is read and the version opened again.
+    """
+    current = manifest if manifest is not None else read_newest(store)
+    for _ in range(_TRIES):
+        found = find_version(current, version, store.url)
+        try:
+            return VersionReader(store, current, found)
+        except ObjectMissing as error:
+            missing, tried = error, current.number
+        current = read_newest(store)
+        if current.number == tried:
+            break  # no writer has replaced it: it is lost
+    raise CorruptCheckpoint(f"version {found.version} of {store.url} cannot be read: {missing}")
+
+
+def find_version(manifest: Manifest, version: int | None, url: str) -> Version:
+    """A version of a manifest by number; the newest for None."""
+    if not manifest.versions:
+        raise NoSuchVersion(f"{url} holds no version")
+    if version is None:
+        return manifest.versions[-1]
+    for candidate in manifest.versions:
+        if candidate.version == version:
+            return candidate
+    have = [v.version for v in manifest.versions]
+    raise NoSuchVersion(f"{url} holds no version {version}: it has {_shown(have)}")
+
+
+def _shown(have: list[int]) -> str:
+    return f"{have[0]} to {have[-1]} ({len(have)} in all)" if len(have) > 5 else ", ".join(map(str, have))

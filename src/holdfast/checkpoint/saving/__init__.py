@@ -1,0 +1,1 @@
+"""A save from the trainer's call to a durable version."""

@@ -1,0 +1,671 @@
+"""Saving behind the trainer's back: copy what changed, return, and write it from another thread.
+
+``Writer.save`` is the main path. In the trainer's thread it decides what the version holds and copies it
+(the *snapshot*: all that training waits for). In the background it writes the files, publishes the
+manifest, and then, with no save waiting for it, lets the shard rearrange its files.
+
+A save may be cancelled by the next one until its manifest is about to be published: the trainer sets a flag,
+at which the background looks between files and blocks (``_Outcome.check``).
+
+Who touches what: the tracker's bits belong to the trainer's thread alone, catalog and shard to the
+background's while a save is under way. What became of a save is picked up by the trainer's next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.background import Background, Latch
+from holdfast.checkpoint.format.chunk import checksum
+from holdfast.checkpoint.format.encoding import Encoder
+from holdfast.checkpoint.format.manifest import DenseEntry, Era, Version
+from holdfast.checkpoint.format.records import Bytes2D, Group, Rows
+from holdfast.checkpoint.layout.baselines import Baselines
+from holdfast.checkpoint.layout.shard import Change, Shard
+from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
+from holdfast.checkpoint.memory.live import Gather, LiveTables
+from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
+from holdfast.checkpoint.memory.tracker import FindChanged, RowSet, Tracker
+from holdfast.checkpoint.saving.catalog import Catalog
+from holdfast.checkpoint.store import Store
+from holdfast.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    ObjectMissing,
+    SaveFailed,
+    StoreError,
+    StoreFull,
+    StoreLocked,
+    message_of,
+)
+from holdfast.events import EventLog
+from holdfast.options import AutoBits, BitsChoice, Differential, Full, Policy
+
+log = logging.getLogger("holdfast.checkpoint")
+
+CaptureDense = Callable[[], Callable[[], Sequence[Any]]]
+Look = Callable[[], tuple[LiveTables, Collection[str]]]
+"""The tables as they are now, and the names of those of which any row may have changed."""
+UNSEEN_ADVICE = (
+    "something wrote to them past PyTorch's version counter (weight.data, NumPy, an extension) or past the "
+    "optimizers that were given: call Checkpointer.mark() after such writes"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did and what it cost."""
+
+    version: int
+    step: int
+    baseline: bool
+    rows: int
+    bytes: int
+    """Written for it, manifest left out."""
+    stall_seconds: float
+    """How long the trainer waited: for the save before, if it had to, and for the snapshot."""
+    snapshot_seconds: float
+    write_seconds: float
+    tidied_bytes: int = 0
+    tidy_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Processor time of the background thread."""
+
+
+class _Cancelled(Exception):
+    """The next save has come, and takes the place of this one."""
+
+
+@dataclass
+class _Outcome:
+    """What becomes of a save."""
+
+    version: int
+    step: int
+    may_be_cancelled: bool
+    known: Latch = field(default_factory=Latch)
+    noted: Latch = field(default_factory=Latch)
+    """Opened when the digests are those of the rows in it."""
+    error: BaseException | None = None
+    job: Callable[[], None] | None = None
+    cancelled: bool = False
+
+    def check(self) -> None:
+        """In the background, between two files or blocks: go on only if this save is still wanted."""
+        if self.cancelled:
+            raise _Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """Rows of a version that are being copied."""
+
+    baseline: bool
+    rows: list[Rows]
+    gather: Gather
+
+
+class Writer:
+    """Saves versions of some tables and whatever bytes go with them.
+
+    Args:
+        store: opened for writing, with its lock held.
+        policy: what to save and keep.
+        events: where figures go.
+    """
+
+    def __init__(self, store: Store, policy: Policy, events: EventLog) -> None:
+        assert not isinstance(policy.strategy, str)  # Policy turns names into values
+        self.store = store
+        self.policy = policy
+        self.strategy = policy.strategy
+        self.events = events
+        self.catalog = Catalog(store, policy)
+        for complaint in self.catalog.complaints:
+            log.warning("%s: an older manifest is used: %s", store.url, complaint)
+            self.events.emit("checkpoint_damaged", version=None, error=complaint)
+        self.tracker = Tracker(())
+        self.reports: list[SaveReport] = []
+        self._groups: tuple[Group, ...] = ()
+        self._tables = LiveTables((), lambda table: ())
+        self._nothing_unseen = True
+        self._shard = Shard(0, (), self.strategy)
+        self._encoder = Encoder((), ())
+        self.restores = 0
+        self._restored = 0
+        self._said: BitsChoice | None = None
+        self._era = 0
+        self._since_baseline: list[RowSet] = []
+        self._baselines = Baselines(policy)
+        self._arena: list[list[Bytes2D]] = []
+        self._next_version = self.catalog.next_version()
+        self._thread = Background("holdfast-save")
+        self._under_way: _Outcome | None = None
+        self._last_was_cancelled = False
+        self._tidy_error: BaseException | None = None
+        self._era_is_damaged = False
+        self._digests: RowDigests | None = None
+        self._digests_known = False
+        self._unverified: dict[int, str] = {}
+
+    def bind(self, tables: LiveTables) -> None:
+        """Say what is to be saved. New groups begin a new era: the next version holds everything."""
+        if tables is self._tables:
+            return
+        if tables.groups != self._groups:
+            # What is under way is of the old groups, and so is what becomes of it.
+            self._thread.wait()
+            self.collect()
+            self._groups = tables.groups
+            self._tables = tables
+            self.tracker = Tracker(tables.groups, self._priorities())
+            self._arena = [[] for _ in tables.groups]
+            keep_digests = self.policy.verify != 0 and not isinstance(self.strategy, Full)
+            self._digests = RowDigests(tables.groups) if keep_digests else None
+            self.begin_anew()
+        self._tables = tables
+
+    def _priorities(self) -> dict[str, Priority]:
+        """One for each of the largest tables, if not all that changes is to be saved at once."""
+        policy = self.policy
+        if policy.prioritize is None:
+            return {}
+        tables = [(t, g.record_bytes) for g in self._groups for t in g.tables]
+        largest = large_tables([table.rows * record for table, record in tables])
+        return {
+            name: make_priority(policy.prioritize, rows, policy.fraction, partial(self._weights, name))
+            for name, rows in ((tables[i][0].name, tables[i][0].rows) for i in largest)
+        }
+
+    def _weights(self, table: str) -> NDArray[np.float32]:
+        return self._tables.weights(table)
+
+    def begin_anew(self) -> None:
+        """Let the next version hold everything: the marks do not tell what is new in the tables."""
+        self._shard = Shard(0, self._groups, self.strategy)
+        self._digests_known = False
+
+    @property
+    def last_version(self) -> int:
+        """The number of the version that was taken last."""
+        return self._next_version - 1
+
+    # Rows that changed unseen
+
+    def check(self, tables: Collection[str]) -> list[UnseenChange]:
+        """Compare all rows of these tables that are not marked with their digests; mark those that differ.
+
+        In the trainer's thread, between two steps. Versions that lack such rows are noted as unverified.
+        """
+        return self._check(tables, self.last_version)
+
+    def _check(self, tables: Collection[str], version: int) -> list[UnseenChange]:
+        """``version`` is the last one that has the rows as they are now, but for those that are marked."""
+        if self._under_way is not None:
+            self._under_way.noted.wait()
+        if self._digests is None or not self._digests_known:
+            return []
+        checks = [self._digests.check_table(self._tables, name, self.tracker, version) for name in tables]
+        return self._note_unseen([change for change in checks if change is not None])
+
+    def check_some(self, seconds: float, may_check: Callable[[str], bool]) -> list[UnseenChange]:
+        """The same for some rows, for about ``seconds``; goes on where the last call ended."""
+        noted = self._under_way is None or self._under_way.noted.is_open()
+        if self._digests is None or not (self._digests_known and noted):
+            return []
+        return self._note_unseen(
+            self._digests.check_some(self._tables, self.tracker, self.last_version, seconds, may_check)
+        )
+
+    def note_missed(self, table: str, why: str, complete: int) -> None:
+        """Changes of a table may have been missed in versions after the one that is ``complete``."""
+        if self._digests is not None:
+            self.check([table])  # it tells which rows, and in which versions
+            return
+        self.tracker.suspect(table)
+        versions = self._note_unverified(table, complete, why)
+        if versions:
+            log.warning("%s: %s: versions %d to %d may lack changes", table, why, versions[0], versions[-1])
+            self.events.emit("checkpoint_unseen_change", table=table, rows=None, versions=versions)
+
+    def _note_unverified(self, table: str, after: int, why: str) -> list[int]:
+        """Versions after this one may lack changes of a table: the next manifest says so. Which they are."""
+        missing = range(after + 1, self._next_version)
+        for version in missing:
+            self._unverified.setdefault(version, f"{table}: {why}")
+        return list(missing)
+
+    def _note_unseen(self, changes: list[UnseenChange]) -> list[UnseenChange]:
+        for change in changes:
+            why = f"{change.rows} rows had changed unseen"
+            versions = self._note_unverified(change.table, change.verified, why)
+            log.warning(
+                "%d rows of %s have changed unseen; they are in the next version, and %s: %s",
+                change.rows,
+                change.table,
+                f"versions {versions[0]} to {versions[-1]} may lack them"
+                if versions
+                else "no version lacks them",
+                UNSEEN_ADVICE,
+            )
+            self.events.emit(
+                "checkpoint_unseen_change", table=change.table, rows=change.rows, versions=versions
+            )
+        return changes
+
+    def resume(self, version: Version) -> bool:
+        """Go on from the store's newest version, which has just been restored; False if that cannot be."""
+        self._restored = version.version
+        newest = self.catalog.newest
+        if newest is None or newest != version or isinstance(self.strategy, Full):
+            return False
+        if self.catalog.manifest.last_version > version.version:
+            # Later ones were deleted. Rows that they replaced may have been put away as such, and would be
+            # missing from a version that goes on without them.
+            return False
+        era = self.catalog.manifest.era(version.era)
+        encoder = Encoder.of_era(self.policy, self.restores, era.decoded_groups(), self._groups)
+        if encoder is None or era.strategy != self._shard.layout_name:
+            return False
+        self._encoder = encoder
+        self._shard = Shard(0, encoder.stored, self.strategy)
+        try:
+            self._take_up(era, version)
+        except (CheckpointError, StoreError) as error:
+            # Of a file that another version needs. This one was restored: go on, without that file.
+            log.warning("the next version of %s holds everything: %s", self.store.url, error)
+            self.events.emit("checkpoint_damaged", version=version.version, error=str(error))
+            self.begin_anew()
+            return False
+        if self._digests is not None:
+            self._digests.learn(self._tables, self.last_version)
+            self._digests_known = True
+        return True
+
+    def _take_up(self, era: Era, version: Version) -> None:
+        self._shard.resume(self.store, era)
+        self._era = era.number
+        self._since_baseline = [RowSet(g.rows) for g in self._groups]
+        self._baselines.resume(self.catalog.manifest, era)
+        if isinstance(self.strategy, Differential):
+            for group, ids in self._shard.rows_of(self.store, era, version.version):
+                if group < len(self._groups):  # not of those that are kept raw: they are there as well
+                    self._since_baseline[group].add(ids)
+
+    def skips(self, step: int) -> bool:
+        """Whether a save of this step is left out, as the policy says, because another is under way."""
+        if self.policy.when_busy != "skip" or not self.busy():
+            return False
+        self.events.emit("checkpoint_skipped", step=step)
+        return True
+
+    def save(
+        self,
+        step: int,
+        capture_dense: CaptureDense,
+        metadata: dict[str, Any],
+        look: Look | None = None,
+        *,
+        whole: bool = True,
+    ) -> int:
+        """Save a version and return its number as soon as its snapshot is taken.
+
+        ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
+        called in the background for the buffers to be written. ``look`` says which tables there are now;
+        without it they are the ones of ``bind``. Not ``whole``: rows that do not come first by the policy's
+        ``prioritize`` are left for later. Cancels the save that is under way, or waits for it, as the policy
+        says; ask ``skips`` before.
+        """
+        called = time.perf_counter()
+        self._saved_wait()
+        self.collect()
+        self.catalog.raise_if_fenced_off()
+        started = time.perf_counter()
+        job: Callable[[], None] | None = None
+        try:
+            baseline, rows, dense = self._snapshot(capture_dense, look, whole)
+            version = self._next_version
+            outcome = _Outcome(version, step, may_be_cancelled=not self._last_was_cancelled)
+            now = time.perf_counter()
+            stall = (now - called, now - started)
+
+            def job() -> None:
+                try:
+                    self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
+                except BaseException as error:
+                    if not outcome.known.is_open():  # the next save waits for it
+                        outcome.error = error
+                        outcome.known.open()
+                    raise
+                finally:
+                    if not outcome.noted.is_open():
+                        outcome.noted.open()
+
+            outcome.job = job
+            self._under_way = outcome
+            self._next_version += 1
+            self._thread.submit(job)
+        except BaseException:  # Ctrl-C, too, wherever it comes
+            # Nobody would ever say that it is done, and the next save would wait for that.
+            if job is None or self._thread.withdraw(job):
+                self._under_way = None
+                self.tracker.give_back()
+            raise
+        return version
+
+    def collect(self) -> None:
+        """Take note of what became of the last save, if it is done; raises SaveFailed if it failed.
+
+        Raises StoreLocked if another writer has taken the store over, and so would every later save.
+        """
+        outcome = self._under_way
+        if outcome is not None and outcome.cancelled:
+            self._take_back(outcome)
+        if outcome is not None and outcome.known.is_open():
+            cancelled = isinstance(outcome.error, _Cancelled)
+            if outcome.error is None:
+                self.tracker.settle()
+                self._last_was_cancelled = False
+            else:
+                self.tracker.give_back()
+            if cancelled:
+                self._last_was_cancelled = True
+                log.info("version %d of %s was cancelled", outcome.version, self.store.url)
+                self.events.emit("checkpoint_cancelled", version=outcome.version, step=outcome.step)
+            self._under_way = None  # last: whoever is interrupted before it does this again
+            if isinstance(outcome.error, StoreLocked):
+                raise outcome.error  # no later save will do any better
+            if outcome.error is not None and not cancelled:
+                failure = SaveFailed(
+                    f"a save to {self.store.url} failed: {message_of(outcome.error)}; its rows are still "
+                    "marked as changed and will be in the next one"
+                )
+                failure.version = outcome.version
+                raise failure from outcome.error
+        error, self._tidy_error = self._tidy_error, None
+        if error is not None:
+            raise SaveFailed(
+                f"what was saved to {self.store.url} stands, but its files could not be rearranged: "
+                f"{message_of(error)}"
+            ) from error
+
+    def wait(self) -> None:
+        """Return when every save is durable and files are rearranged; raises SaveFailed if one failed."""
+        self._thread.wait()
+        self.collect()
+        self._thread.raise_error()
+
+    def finish(self, most_seconds: float) -> bool:
+        """End the thread with what is under way; False if that takes longer. ``close`` comes after it."""
+        return self._thread.close(most_seconds)
+
+    def close(self) -> None:
+        """Finish what is under way and end the thread."""
+        self._thread.close()
+        self.collect()
+        if self._unverified:
+            self.catalog.flag_versions(self._unverified)
+        self._thread.raise_error()
+
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._under_way is not None and not self._under_way.known.is_open()
+
+    def _saved_wait(self) -> None:
+        """Return when it is known what becomes of the save under way, having cancelled it if that may be."""
+        outcome = self._under_way
+        if outcome is None:
+            return
+        # Where every save is cancelled by the next one, nothing would ever become durable.
+        if self.policy.when_busy == "cancel" and outcome.may_be_cancelled:
+            outcome.cancelled = True
+            self._take_back(outcome)
+        outcome.known.wait()
+
+    def _take_back(self, outcome: _Outcome) -> None:
+        """Of a save that is cancelled and has not begun, as a round is still under way: do not begin it.
+
+        Doing so again is fine: whoever is interrupted in here does.
+        """
+        assert outcome.job is not None
+        if self._thread.withdraw(outcome.job) and not outcome.known.is_open():
+            outcome.error = _Cancelled()
+            outcome.noted.open()
+            outcome.known.open()
+
+    def _baseline_is_due(self) -> bool:
+        if not self._shard.base or self._era_is_damaged:
+            return True
+        return self._baselines.due(self._full_bytes(), self._shard.live_bytes())
+
+    def _snapshot(
+        self, capture_dense: CaptureDense, look: Look | None, whole: bool
+    ) -> tuple[bool, list[Rows], Callable[[], Sequence[Any]]]:
+        """Copies of what the version holds, and nothing else: training waits for this."""
+        # To look at every tensor takes as long as to copy many rows. As a rule nothing has changed: copying
+        # starts at once, from where the rows were the last time, and is done again if that was wrong.
+        at_once = look is None or (self._nothing_unseen and self.policy.verify != "all")
+        copying = self._start_copying(whole) if at_once else None
+        try:
+            if look is not None:
+                tables, unseen = look()
+                self._nothing_unseen = not unseen
+                if copying is not None and (unseen or tables is not self._tables):
+                    copying.gather.finish()
+                    self.tracker.give_back()
+                    copying = None
+                if copying is None:
+                    self.bind(tables)
+                    for table in unseen:
+                        self.tracker.suspect(table)
+                    if self.policy.verify == "all":
+                        others = [t for t in self.tracker.tables if not self.tracker.is_suspect(t)]
+                        self._check(others, self._next_version)
+                    copying = self._start_copying(whole)
+            dense = capture_dense()
+        finally:
+            if copying is not None:
+                copying.gather.finish()
+        assert copying is not None
+        return copying.baseline, copying.rows, dense
+
+    def _start_copying(self, whole: bool) -> _Copying:
+        baseline = self._baseline_is_due()
+        if self._digests is not None:  # suspected tables are compared as a whole
+            self._digests.verified(self.tracker.suspects, self._next_version)
+        wanted = self.tracker.take(whole=whole or baseline, find=self._finder(baseline))
+        if baseline:
+            wanted = [np.arange(g.rows, dtype=np.int64) for g in self._groups]
+            self._since_baseline = [RowSet(g.rows) for g in self._groups]
+        elif isinstance(self.strategy, Differential):
+            for rows, ids in zip(self._since_baseline, wanted, strict=True):
+                rows.add(ids)
+            wanted = [rows.ids() for rows in self._since_baseline]
+        copies = [self._space(number, len(ids)) for number, ids in enumerate(wanted)]
+        copied = [Rows(ids, tuple(fields)) for ids, fields in zip(wanted, copies, strict=True)]
+        return _Copying(baseline, copied, self._tables.start_gather(wanted, copies))
+
+    def _finder(self, baseline: bool) -> FindChanged | None:
+        """What finds the rows that have changed of tables of which any may have."""
+        if baseline:
+            return lambda group, begin, end, marked: 0  # it holds all of them anyway
+        if self._digests is None:
+            return None
+        return partial(self._digests.find_changed, self._tables)
+
+    def _space(self, number: int, rows: int) -> list[Bytes2D]:
+        """Memory for a snapshot: the last one's, if it is large enough and not much too large.
+
+        No two saves overlap, so the last snapshot is done with. Fresh memory would cost a page fault for
+        every 4 KiB, in the trainer's time.
+        """
+        arena = self._arena[number]
+        if not arena or len(arena[0]) < rows or len(arena[0]) > 8 * max(rows, 1024):
+            space = rows + rows // 4
+            arena = [np.empty((space, f.live_bytes), np.uint8) for f in self._groups[number].fields]
+            self._arena[number] = arena
+        return [field[:rows] for field in arena]
+
+    def _write(
+        self,
+        outcome: _Outcome,
+        number: int,
+        step: int,
+        baseline: bool,
+        rows: list[Rows],
+        dense_parts: Callable[[], Sequence[Any]],
+        metadata: dict[str, Any],
+        stall: tuple[float, float],
+    ) -> None:
+        """In the background: write and commit the version; then tidy up."""
+        started, cpu = time.perf_counter(), time.thread_time()
+        try:
+            # Before it is durable: if that fails, these rows are marked again, and such are not compared.
+            if self._digests is not None:
+                self._digests.note(number, rows, baseline=baseline)
+                self._digests_known |= baseline
+            outcome.noted.open()
+            self.catalog.take_over()
+            shard, encoder = self._shard, self._encoder
+            if baseline:
+                encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
+                shard = Shard(0, encoder.stored, self.strategy)
+            parts = (outcome, shard, encoder, step, baseline, rows, dense_parts, metadata)
+            try:
+                change, version = self._commit(*parts)
+            except StoreFull:
+                self._clear_away()
+                if not self.catalog.make_room(needed={self._restored}):
+                    raise
+                change, version = self._commit(*parts)
+        except BaseException as failure:  # of whatever kind: the trainer waits for the next lines
+            outcome.error = error = self.catalog.with_advice(failure)
+            outcome.known.open()
+            if not isinstance(error, _Cancelled):
+                log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
+                self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
+            self._clear_away()
+            return
+        seconds = time.perf_counter() - started
+        self._era = version.era
+        if baseline:
+            self._shard, self._encoder = shard, encoder
+            self._era_is_damaged = False
+            self._say_bits()
+        self._baselines.note(change.bytes, self._full_bytes(), seconds, baseline=baseline)
+        self._apply(change)
+        del rows, parts, change
+        outcome.known.open()
+        report = SaveReport(number, step, baseline, version.rows, version.bytes, *stall, seconds)
+        try:
+            self._tidy(report, number, time.thread_time() - cpu)
+        except BaseException as error:
+            # The version stands; only its files are not arranged as they could be.
+            self._tidy_error = self.catalog.with_advice(error)
+            log.warning("rearranging files of %s failed: %s", self.store.url, message_of(error))
+            self.events.emit("checkpoint_tidy_failed", version=number, error=message_of(error))
+            if isinstance(error, CorruptCheckpoint | ObjectMissing):
+                # What is built upon a damaged file cannot be restored, and every round would meet it again.
+                log.warning("the next version of %s holds everything", self.store.url)
+                self._era_is_damaged = True
+            self._clear_away()
+
+    def _commit(
+        self,
+        outcome: _Outcome,
+        shard: Shard,
+        encoder: Encoder,
+        step: int,
+        baseline: bool,
+        rows: list[Rows],
+        dense_parts: Callable[[], Sequence[Any]],
+        metadata: dict[str, Any],
+    ) -> tuple[Change, Version]:
+        """Write the files of a version and publish the manifest that makes it exist."""
+        number = outcome.version
+        share = self.policy.background_share
+        with closing(encoder.blocks_ahead(rows, share, lambda: outcome.cancelled)) as blocks:
+            change = shard.write(self.store, number, blocks, baseline=baseline, check=outcome.check)
+        outcome.check()
+        dense = self._store_dense(number, dense_parts())
+        outcome.check()  # from here on it is too late to cancel it
+        version = Version(
+            version=number, era=number if baseline else self._era, step=step, time=time.time(),
+            baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
+            metadata=metadata, restores=self.restores,
+        )  # fmt: skip
+        flags = dict(self._unverified)
+        self.catalog.commit_version(version, encoder.stored, shard.layout_name, [change], flags)
+        for flagged in flags:
+            self._unverified.pop(flagged, None)
+        return change, version
+
+    def _clear_away(self) -> None:
+        """Delete what a failed save or round has written: on a full disk the next one needs the space."""
+        try:
+            self.catalog.delete_leftovers()
+        except Exception as error:  # the next writer clears it away
+            log.warning("what a failed save left in %s stays: %s", self.store.url, message_of(error))
+
+    def _apply(self, change: Change) -> None:
+        """A manifest with the change is durable."""
+        try:
+            self._shard.apply(change)
+        except BaseException as error:  # for want of memory, say
+            log.warning("the next version of %s holds everything: %s", self.store.url, message_of(error))
+            self.begin_anew()
+
+    def _full_bytes(self) -> int:
+        """Bytes of a version that holds everything."""
+        return sum(g.rows * g.record_bytes for g in self._shard.groups if g.raw_rows_of is None)
+
+    def _say_bits(self) -> None:
+        """Say what was chosen for tables for which the policy leaves it open."""
+        for group in self._groups:
+            wish = self.policy.bits_of(group.tables[0].name)
+            if isinstance(wish, AutoBits):
+                choice = wish.choose(self.restores)
+                if choice != self._said:
+                    log.info("weights are stored in %d bits: %s", choice.bits, choice.reason)
+                    self.events.emit(
+                        "checkpoint_bits", bits=choice.bits, reason=choice.reason, restores=self.restores
+                    )
+                self._said = choice
+                return
+
+    def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
+        started, cpu = time.perf_counter(), time.thread_time()
+        kept = [v.version for v in self.catalog.manifest.versions]
+        tidied = None
+        if not self._era_is_damaged:
+            tidied = self._shard.tidy(self.store, number, [v for v in kept if v >= self._shard.base])
+        if tidied is not None:
+            self.catalog.commit_round(self._era, [tidied])
+            self._apply(tidied)
+            self.catalog.free_replaced()
+            self._baselines.note_tidied(tidied.bytes, self._full_bytes())
+        values = asdict(report) | {
+            "tidied_bytes": tidied.bytes if tidied else 0,
+            "tidy_seconds": time.perf_counter() - started if tidied else 0.0,
+            "cpu_seconds": cpu_seconds + time.thread_time() - cpu,
+        }
+        self.reports.append(SaveReport(**values))
+        self.events.emit("checkpoint_saved", **values)
+        problem, self.catalog.problem = self.catalog.problem, None
+        if problem is not None:
+            raise problem
+
+    def _store_dense(self, number: int, parts: Sequence[Any]) -> DenseEntry:
+        name = f"dense/{number:08}-{secrets.token_hex(6)}.safetensors"
+        size = self.store.put(name, parts)
+        return DenseEntry(name, size, checksum(*parts))

@@ -1,0 +1,1 @@
+"""What ``holdfast ckpt`` does: look at stores, verify, tidy, export."""

@@ -1,0 +1,1 @@
+"""PyTorch objects as rows and plain data, and back; which rows training changes."""

@@ -1,0 +1,68 @@
+"""Whether training objects can be saved at all, and whether a saved state is of objects like these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from holdfast.checkpoint.format.dense import Array, TablePlace
+from holdfast.checkpoint.torch.values import DTYPE_NAMES
+from holdfast.errors import ConfigError, ModelMismatch
+
+
+def check_objects(objects: Mapping[str, Any]) -> None:
+    """Raise ConfigError, which names the object, for what cannot be saved and restored."""
+    names: dict[int, str] = {}
+    for name, thing in objects.items():
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a training object is named {name!r}: expected a name")
+        if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"{name} is a {type(thing).__name__}, which lacks state_dict() or load_state_dict(): "
+                "give it both, or leave it out"
+            )
+        if id(thing) in names:
+            raise ConfigError(f"{name} and {names[id(thing)]} are the same object: pass it once")
+        names[id(thing)] = name
+        if any(name.startswith(f"{other}.") for other in objects):
+            raise ConfigError(f"{name}'s name begins with another object's: their tables could be mixed up")
+
+
+def check_module(name: str, module: nn.Module, saved: Any) -> None:
+    """Compare keys, shapes and types before PyTorch does, which loads half and casts what does not fit."""
+    if not isinstance(saved, dict):
+        raise ModelMismatch(f"{name} is no module in the checkpoint, and a {type(module).__name__} here")
+    if any(m._load_state_dict_pre_hooks for m in module.modules()):
+        return  # these may translate an older state: its load_state_dict must judge
+    live = module.state_dict()
+    for problem, keys in (
+        ("not here", saved.keys() - live.keys()),
+        ("only here", live.keys() - saved.keys()),
+    ):
+        if keys:
+            raise ModelMismatch(f"{name} has other keys in the checkpoint; {problem}: {some(sorted(keys))}")
+    for key, mine in live.items():
+        value = saved[key]
+        if not isinstance(mine, Tensor) or nn.parameter.is_lazy(mine):
+            continue
+        here = (tuple(mine.shape), DTYPE_NAMES.get(mine.dtype, str(mine.dtype)))
+        there = (
+            (value.shape, getattr(value, "dtype", here[1]))
+            if isinstance(value, (Array, TablePlace))
+            else None
+        )
+        if here != there:
+            raise ModelMismatch(f"{name}.{key} is {_show(there)} in the checkpoint and {_show(here)} here")
+
+
+def _show(found: tuple[tuple[int, ...], str] | None) -> str:
+    return f"{found[1]} of shape {list(found[0])}" if found else "no tensor"
+
+
+def some(names: Any) -> str:
+    """The first few of some names, for a message."""
+    shown = list(names)
+    more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+    return (", ".join(shown[:5]) or "none") + more

@@ -1,0 +1,496 @@
+"""A user's training objects as rows and plain data, and back.
+
+Two halves: *rows* are the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` and the optimizer states that
+have an entry for each of their rows; they are seen through views of the live memory and never copied
+here. All the rest (*dense* state) is small; it is copied into a tree of plain values in which a
+``TablePlace`` stands for each of the rows' tensors.
+
+To save: ``layout``, ``fields``, ``dense_tree``, at one instant between two steps. To restore, in this order:
+``check_dense`` and ``prepare``, which change nothing that the objects have; write into ``fields``;
+``load_dense``. If one of the last two goes wrong the objects are neither what they were nor what was saved:
+restore another checkpoint, or make them anew. ``cancel_restore`` gives up after ``prepare``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.checkpoint.format.dense import TablePlace, map_tree
+from holdfast.checkpoint.format.records import WEIGHT, Field, Group, make_groups
+from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.torch.capture import Capturer, Places, State
+from holdfast.checkpoint.torch.fit import check_module, check_objects, some
+from holdfast.checkpoint.torch.tables import LiveTable, RowTensors, find_tables
+from holdfast.checkpoint.torch.unseen import why_unseen_rows_change
+from holdfast.checkpoint.torch.values import (
+    TORCH_DTYPES,
+    copy_random_states,
+    live_leaf,
+    plain_leaf,
+    random_states,
+    row_bytes,
+    row_field,
+    set_random_states,
+)
+from holdfast.errors import CheckpointError, ConfigError, CorruptCheckpoint, HoldfastError, ModelMismatch
+
+
+class Unseen(NamedTuple):
+    """Why any row of a table may have changed, and whether that ``lasts`` or was found just now."""
+
+    why: str
+    lasts: bool
+
+
+class TrainingObjects:
+    """Everything that a training run would lose in a crash.
+
+    Args:
+        objects: by name, all that have ``state_dict`` and ``load_state_dict``: modules, optimizers,
+            schedulers, loaders. A name is part of what is stored: give the same ones when restoring.
+            Optimizers that step in the backward pass of a module's parameters are found, and added as
+            "<object's name>.<parameter's name>:backward".
+        kind_of: tables for which it says different things are not put into one group.
+
+    Attributes:
+        objects: those that were given and those that were found.
+        tables: every table of the modules, by name.
+        optimizers: those among the objects.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, Any], kind_of: Callable[[str], object] = lambda table: None
+    ) -> None:
+        check_objects(objects)
+        self._kind_of = kind_of
+        self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
+        self._in_backward = find_in_backward(self._modules, known=objects.values())
+        self.objects = dict(objects) | self._in_backward
+        self._capturers = {name: Capturer(name, thing) for name, thing in self.objects.items()}
+        self.optimizers = {n: o for n, o in self.objects.items() if isinstance(o, Optimizer)}
+        self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
+        self._users = self._find_users()
+        self._incoming: dict[str, dict[str, Tensor]] = {}
+        self._known: dict[str, RowTensors] = {}
+        self._replaced: set[str] = set()
+        self._live_tables: LiveTables | None = None
+        self._places: Places | None = None
+        self._seen_versions = self._versions()
+
+    def find_again(self) -> bool:
+        """Look for the tables once more; whether there are others now, or other modules that use them.
+
+        Raises ConfigError if a parameter has got an optimizer that steps in the backward pass.
+        """
+        users = self._find_users()
+        if users == self._users:
+            return False
+        for name in find_in_backward(self._modules, known=self.objects.values()):
+            raise ConfigError(
+                f"{name.removesuffix(_BACKWARD)} has got an optimizer that steps in the backward pass, after "
+                "the Checkpointer was made: its state would not be saved; make the Checkpointer after it"
+            )
+        before, self.tables, self._users = self.tables, find_tables(self._modules), users
+        same = {n for n, table in self.tables.items() if n in before and before[n].modules == table.modules}
+        self._known = {name: rows for name, rows in self._known.items() if name in same}
+        self._replaced |= self.tables.keys() - same
+        self._live_tables = self._places = None
+        # Of those that stay, what was written to them before is yet to be noticed.
+        self._seen_versions = self._versions() | {n: self._seen_versions[n] for n in same}
+        return True
+
+    def _find_users(self) -> list[tuple[int, int]]:
+        """Modules that look up rows, and their weights; and parameters that step in the backward pass."""
+        users: list[tuple[int, int]] = []
+        for model in self._modules.values():
+            for module in model.modules():
+                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                    users.append((id(module), id(module._parameters.get("weight"))))
+                for parameter in module._parameters.values():
+                    if parameter is not None and _IN_BACKWARD in vars(parameter):
+                        users.append((id(parameter), len(vars(parameter)[_IN_BACKWARD])))
+        return users
+
+    # Saving
+
+    def layout(self) -> list[tuple[str, int, tuple[Field, ...]]]:
+        """Name, rows and fields of each table, as ``make_groups`` takes them.
+
+        Optimizers make their state when they first need it: the layout may grow from one call to the next.
+        """
+        for table in self.tables.values():
+            self._look_at(table)
+        return [(name, len(rows.tensors[WEIGHT]), rows.fields) for name, rows in self._known.items()]
+
+    def live_tables(self) -> LiveTables:
+        """All tables in groups, to copy rows from; the same object until some tensor is replaced."""
+        for table in self.tables.values():  # asked at every save: no more than that, as a rule
+            self._look_at(table)
+        if self._live_tables is None:
+            self._live_tables = LiveTables(
+                make_groups(self.layout(), self._kind_of), lambda table: self._known[table].views
+            )
+        return self._live_tables
+
+    def fields(self, table: str) -> tuple[NDArray[np.uint8], ...]:
+        """The live memory of a table's fields, each [rows, bytes], in the order of ``layout``.
+
+        Between ``prepare`` and ``load_dense`` it is what the checkpoint's rows are to be written into, in the
+        order of the group that names the table. Ask anew for every save: states may have been replaced.
+        """
+        incoming = self._incoming.get(table)
+        if incoming:
+            return tuple(map(row_bytes, incoming.values()))
+        return self._look_at(self.tables[table]).views
+
+    def dense_tree(self) -> dict[str, Any]:
+        """Everything but the rows, copied: nothing in it changes when training goes on.
+
+        Raises UnsupportedState, with the path to it, for a value that is not plain data.
+        """
+        self.layout()
+        return self.capture()()
+
+    def capture(self, tracking: Mapping[str, str] | None = None) -> Callable[[], dict[str, Any]]:
+        """Copy everything but the rows, now, and give a function that makes a ``dense_tree`` of it.
+
+        ``tracking`` says of each table how its changed rows are found, for people who look at the version.
+
+        The copy is all that has to happen between two steps; what the function does can wait, in another
+        thread. It raises what ``dense_tree`` raises. Rows are known by the last ``layout``.
+        """
+        places = self._find_places()
+        states: dict[str, State] = {}
+        metadata: dict[str, Mapping[str, Any]] = {}
+        for name, capturer in self._capturers.items():
+            states[name], metadata[name] = capturer.capture(places)
+        optimizers = {name: type(o).__name__ for name, o in self.optimizers.items()}
+        # Last: a loader's state_dict() may draw random numbers.
+        random_copy = copy_random_states()
+
+        def tree() -> dict[str, Any]:
+            return {
+                "objects": {name: state() for name, state in states.items()},
+                "optimizers": optimizers,
+                "tracking": dict(tracking or {}),
+                # Versions of modules' formats, which PyTorch keeps in an attribute of the state.
+                "metadata": {name: map_tree(metadata[name], plain_leaf, name) for name in self._modules},
+                "rng": random_states(random_copy),
+            }
+
+        return tree
+
+    # Restoring
+
+    def check_dense(self, tree: Any) -> None:
+        """Raise ModelMismatch, which names what differs, if ``tree`` is not of objects like these."""
+        saved = tree.get("objects") if isinstance(tree, dict) else None
+        if not isinstance(saved, dict):
+            raise CorruptCheckpoint("the checkpoint's dense state has no objects")
+        for name in saved.keys() - self.objects.keys():
+            raise ModelMismatch(
+                f"the checkpoint holds the state of {name!r}, which was not given: pass it too"
+            )
+        for name in self.objects.keys() - saved.keys():
+            raise ModelMismatch(
+                f"the checkpoint holds no state of {name!r}, only of {', '.join(saved)}: leave it out, or "
+                "restore a checkpoint that was saved with it"
+            )
+        for name, thing in self.objects.items():
+            if _is_iterating(thing):
+                raise CheckpointError(
+                    f"{name} is being iterated over: restore() must come before iter(loader)"
+                )
+        for name, module in self._modules.items():
+            check_module(name, module, saved[name])
+        for name, optimizer in self.optimizers.items():
+            here, there = type(optimizer).__name__, tree.get("optimizers", {}).get(name)
+            if here != there:
+                raise ModelMismatch(f"{name} is {there or 'no optimizer'} in the checkpoint and {here} here")
+            self._check_optimizer(name, optimizer, saved[name])
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Make ``fields`` give room for every row of a checkpoint; raise ModelMismatch if the tables differ.
+
+        Optimizer state that these optimizers do not have yet is allocated, and theirs with ``load_dense``.
+        """
+        self._incoming = {}
+        saved = {table.name: (table.rows, group.fields) for group in groups for table in group.tables}
+        for name in saved.keys() - self.tables.keys():
+            raise ModelMismatch(
+                f"the checkpoint has a table {name}, which the model lacks; the model's: {some(self.tables)}"
+            )
+        for name in self.tables.keys() - saved.keys():
+            raise ModelMismatch(
+                f"table {name} of the model is not in the checkpoint; the checkpoint's: {some(saved)}"
+            )
+        self._incoming = {name: self._room(self.tables[name], *found) for name, found in saved.items()}
+
+    def load_dense(self, tree: Any) -> None:
+        """Load the state of every object, with the tensors of ``fields`` in it, and the random states."""
+        self.check_dense(tree)
+        for name, thing in self.objects.items():
+            state = map_tree(tree["objects"][name], self._revive, name)
+            try:
+                self._load(name, thing, state, tree)
+            except HoldfastError:
+                raise
+            except Exception as error:
+                raise ModelMismatch(f"{name} does not take the checkpoint's state: {error}") from error
+        set_random_states(tree.get("rng"))
+        self.cancel_restore()
+
+    def cancel_restore(self) -> None:
+        """Forget ``prepare``: ``fields`` is again what the objects have."""
+        self._incoming = {}
+        self._seen_versions = self._versions()
+
+    # Tracking
+
+    def tables_without_optimizer(self) -> list[str]:
+        """The tables that gradients reach and that no optimizer among the objects owns.
+
+        Averages of a model (``AveragedModel``) have no optimizer, and none is missed.
+        """
+        owned = {
+            id(p)
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        for model in self._modules.values():
+            for module in model.modules():
+                if isinstance(module, AveragedModel):
+                    owned |= set(map(id, module.parameters()))
+        return [n for n, t in self.tables.items() if t.weight.requires_grad and id(t.weight) not in owned]
+
+    def tables_with_unseen_changes(self) -> dict[str, Unseen]:
+        """The tables of which rows may change, or may have changed, without a lookup that named them.
+
+        Any row of such a table may differ from what was saved last. Ask at every save: settings of optimizers
+        can change. Writing to weights behind the optimizers' back goes unnoticed, except in a table that no
+        optimizer has.
+        """
+        owners: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    owners.setdefault(id(parameter), []).append((optimizer, group))
+        answers: dict[tuple[Any, ...], str | None] = {}  # tables of one parameter group are alike, as a rule
+        replaced, self._replaced = self._replaced, set()
+        found: dict[str, Unseen] = {}
+        for name, table in self.tables.items():
+            unseen = self._unseen(table, owners, answers)
+            if unseen is None and name in replaced:
+                unseen = Unseen("its tensors were replaced", lasts=False)
+            if unseen is not None:
+                found[name] = unseen
+        return found
+
+    def forget_replaced(self) -> None:
+        """What has taken the place of tensors so far is known."""
+        self._replaced.clear()
+
+    def _unseen(
+        self,
+        table: LiveTable,
+        owners: Mapping[int, Sequence[tuple[Optimizer, dict[str, Any]]]],
+        answers: dict[tuple[Any, ...], str | None],
+    ) -> Unseen | None:
+        weight = table.modules[0].weight
+        mine = owners.get(id(weight))
+        if mine is None:
+            if weight.requires_grad:
+                return Unseen("it is trainable, and no optimizer among the objects owns it", lasts=True)
+            # An average of a model has such tables. PyTorch counts what is written to a tensor.
+            written = weight._version != self._seen_versions[table.name]
+            return Unseen("it was written to", lasts=False) if written else None
+        if not table.only_looked_up:
+            return Unseen("a module that is no embedding has the same weight", lasts=True)
+        sparse = all(module.sparse for module in table.modules)
+        gradient = weight.grad
+        if sparse and gradient is not None and gradient.layout == torch.strided:
+            return Unseen("its gradient is dense, though its modules ask for sparse ones", lasts=False)
+        for optimizer, group in mine:
+            key = (id(optimizer), id(group), sparse, weight.dtype)
+            if key not in answers:
+                answers[key] = why_unseen_rows_change(optimizer, group, sparse=sparse, dtype=weight.dtype)
+            why = answers[key]
+            if why is not None:
+                return Unseen(why, lasts=True)
+        return None
+
+    # Inside
+
+    def _versions(self) -> dict[str, int]:
+        return {name: table.weight._version for name, table in self.tables.items()}
+
+    def _row_tensors(self, table: LiveTable) -> dict[str, Tensor]:
+        """The live tensors of a table, by field: the weights, then the others by name."""
+        return self._look_at(table).tensors
+
+    def _look_at(self, table: LiveTable) -> RowTensors:
+        """A table's tensors as they are now. They seldom change, and looking at them closely costs time."""
+        known = self._known.get(table.name)
+        if known is None or not known.valid():
+            self._places = None
+            self._live_tables = None
+            before, known = known, RowTensors.of(table, self.optimizers)
+            self._known[table.name] = known
+            if before is not None and known.has_replaced(before):
+                self._replaced.add(table.name)  # nobody knows what is in the new ones
+        return known
+
+    def _find_places(self) -> Places:
+        """Where the rows' tensors are, as the last ``layout`` found them."""
+        if self._places is None:
+            self._places = Places({}, {})
+            for name, rows in self._known.items():
+                for field, tensor in rows.tensors.items():
+                    self._places.add(tensor, TablePlace(name, field, tuple(tensor.shape)))
+        return self._places
+
+    def _room(self, table: LiveTable, rows: int, fields: Sequence[Field]) -> dict[str, Tensor]:
+        """For each field of the checkpoint the tensor that takes it."""
+        live = self._row_tensors(table)
+        if all(field.name != WEIGHT for field in fields):
+            raise ModelMismatch(f"the checkpoint has no weights of table {table.name}")
+        room: dict[str, Tensor] = {}
+        for field in sorted(fields, key=lambda field: field.name != WEIGHT):
+            tensor = live.get(field.name)
+            if tensor is None:
+                tensor = self._new_state(table, rows, field)
+            found = row_field(field.name, tensor)
+            if (len(tensor), found) != (rows, field):
+                what = table.name if field.name == WEIGHT else f"{field.name} of {table.name}"
+                raise ModelMismatch(
+                    f"{what} is {rows} × {field.width} {field.dtype} in the checkpoint and "
+                    f"{len(tensor)} × {found.width} {found.dtype} here"
+                )
+            room[field.name] = tensor
+        return {field.name: room[field.name] for field in fields}
+
+    def _new_state(self, table: LiveTable, rows: int, field: Field) -> Tensor:
+        weight = table.weight
+        owner = next((n for n in self.optimizers if field.name.startswith(f"{n}.")), None)
+        if owner is None or not any(_holds(g, weight) for g in self.optimizers[owner].param_groups):
+            raise ModelMismatch(
+                f"the checkpoint has {field.name} of table {table.name}, but no optimizer was given that has "
+                f"this name and this table; optimizers: {some(self.optimizers)}"
+            )
+        width = weight.numel() // len(weight)
+        shape = (rows,) if field.width == 1 != width else (rows, field.width)
+        return torch.zeros(shape, dtype=TORCH_DTYPES[field.dtype])
+
+    def _check_optimizer(self, name: str, optimizer: Optimizer, saved: Any) -> None:
+        if not isinstance(saved, dict) or not {"param_groups", "state"} <= saved.keys():
+            return  # a state_dict of its own making: its load_state_dict must judge
+        here = [len(g["params"]) for g in optimizer.param_groups]
+        there = [len(g["params"]) for g in saved["param_groups"]]
+        if here != there:
+            raise ModelMismatch(
+                f"{name} has groups of {there} parameters in the checkpoint and of {here} here"
+            )
+        names = {id(table.weight): table.name for table in self.tables.values()}
+        for index, parameter in _numbered(optimizer, saved):
+            for value in saved["state"].get(index, {}).values():
+                mine = names.get(id(parameter), "no table")
+                if isinstance(value, TablePlace) and value.table != mine:
+                    raise ModelMismatch(
+                        f"parameter {index} of {name} is {value.table} in the checkpoint, {mine} here: give "
+                        "the optimizer its parameters in the same order"
+                    )
+
+    def _revive(self, value: Any, path: str) -> Any:
+        if not isinstance(value, TablePlace):
+            return live_leaf(value)
+        table = self.tables.get(value.table)
+        tensors = self._incoming.get(value.table) or (self._row_tensors(table) if table else {})
+        tensor = tensors.get(value.field)
+        if tensor is None:
+            raise ModelMismatch(f"{path} is {value.field} of table {value.table}, which the checkpoint lacks")
+        return tensor if tuple(tensor.shape) == value.shape else tensor.view(value.shape)
+
+    def _load(self, name: str, thing: Any, state: Any, tree: dict[str, Any]) -> None:
+        if isinstance(thing, nn.Module):
+            state = OrderedDict(state)
+            state._metadata = OrderedDict(tree.get("metadata", {}).get(name, {}))
+            # Tables are loaded from themselves, which PyTorch sees and copies nothing.
+            thing.load_state_dict(state)
+        elif isinstance(thing, Optimizer):
+            thing.load_state_dict(state)
+            _undo_casts(thing, state)
+        else:
+            thing.load_state_dict(state)
+            if hasattr(thing, "_initial_iter_for_state_dict"):
+                # A StatefulDataLoader draws random numbers when it goes to its position. It does so now,
+                # before the random states are restored: the run that wrote them was past that.
+                thing.state_dict()
+
+
+_BACKWARD = ":backward"
+_IN_BACKWARD = "_in_backward_optimizers"
+
+
+def find_in_backward(modules: Mapping[str, nn.Module], known: Iterable[Any]) -> dict[str, Optimizer]:
+    """Optimizers that step in the backward pass, of parameters of the modules; ``known`` ones are left out.
+
+    ``torch.distributed.optim._apply_optimizer_in_backward``, and what TorchRec makes of it, keeps them there.
+    """
+    found: dict[str, Optimizer] = {}
+    seen = {id(thing) for thing in known}
+    for root, model in modules.items():
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                for optimizer in vars(parameter).get(_IN_BACKWARD, ()) if parameter is not None else ():
+                    if id(optimizer) not in seen:
+                        seen.add(id(optimizer))
+                        key = ".".join(filter(None, (root, path, name))) + _BACKWARD
+                        number = sum(other.startswith(key) for other in found)
+                        found[f"{key}{number or ''}"] = optimizer
+    return found
+
+
+def _holds(group: Mapping[str, Any], weight: Tensor) -> bool:
+    return any(parameter is weight for parameter in group["params"])
+
+
+def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """The numbers that a state gives to the parameters of an optimizer, with the parameters."""
+    for here, there in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        yield from zip(there["params"], here["params"], strict=True)
+
+
+def _undo_casts(optimizer: Optimizer, state: Any) -> None:
+    """Give back their type to states that PyTorch has cast to their parameter's, which loses bits."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # it knows what it does
+    for index, parameter in _numbered(optimizer, state):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in state["state"].get(index, {}).items():
+            other = loaded.get(key)
+            if type(other) is not type(value):
+                continue
+            if isinstance(value, Tensor):
+                loaded[key] = other if other.dtype == value.dtype else value.to(other.device)
+            elif parameter.device.type == "cpu":  # PyTorch also moves tensors that lie deeper
+                loaded[key] = value
+
+
+def _is_iterating(thing: Any) -> bool:
+    """Whether a StatefulDataLoader, or what looks like one, has handed out an iterator; or a Prefetch."""
+    if getattr(thing, "is_iterating", False) is True:
+        return True
+    # One that state_dict() made for itself is replaced when a state is loaded: nobody has it.
+    return getattr(thing, "_iterator", None) is not None and not getattr(
+        thing, "_initial_iter_for_state_dict", False
+    )

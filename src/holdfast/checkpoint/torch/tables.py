@@ -1,0 +1,162 @@
+"""The embedding tables of a model, and the optimizer states that go with their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.format.records import WEIGHT, Field
+from holdfast.checkpoint.torch.values import row_bytes, row_field, why_no_rows
+from holdfast.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTable:
+    """A table of the model.
+
+    Attributes:
+        name: "<object's name>.<key in its state_dict>", the first if it has several.
+        modules: all that look up rows of it.
+        only_looked_up: whether no module of another kind has the same weight, such as an output layer
+            tied to an embedding.
+    """
+
+    name: str
+    modules: tuple[nn.Embedding | nn.EmbeddingBag, ...]
+    only_looked_up: bool
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter that its modules share, as it is now."""
+        weight = self.modules[0].weight
+        reason = why_no_rows(weight)
+        if reason:
+            raise ConfigError(f"table {self.name} {reason}")
+        return cast("nn.Parameter", weight)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensors:
+    """A table's tensors and what follows from them, valid until one is replaced.
+
+    Attributes:
+        tensors: by field: the weights, then the optimizer states that have an entry a row, by name.
+        fields: what they look like.
+        views: their memory.
+    """
+
+    tensors: dict[str, Tensor]
+    fields: tuple[Field, ...]
+    views: tuple[NDArray[np.uint8], ...]
+    _module: nn.Module
+    _weight: _Place
+    _states: list[tuple[Optimizer, int, list[tuple[str, _Place]]]]
+    """For each optimizer, the length of its state of this weight, and all tensors in it."""
+
+    @classmethod
+    def of(cls, table: LiveTable, optimizers: Mapping[str, Optimizer]) -> RowTensors:
+        """The table's tensors as they are now."""
+        weight = table.weight
+        tensors: dict[str, Tensor] = {WEIGHT: weight}
+        states: list[tuple[Optimizer, int, list[tuple[str, _Place]]]] = []
+        named: dict[str, Tensor] = {}
+        for name, optimizer in optimizers.items():
+            state = optimizer.state.get(weight, {})
+            found = {k: t for k, t in state.items() if isinstance(k, str) and isinstance(t, Tensor)}
+            named |= {f"{name}.{key}": tensor for key, tensor in found.items()}
+            states.append((optimizer, len(state), [(key, _place(tensor)) for key, tensor in found.items()]))
+        tensors |= {name: t for name, t in sorted(named.items()) if _is_row_state(t, len(weight))}
+        return cls(
+            tensors=tensors,
+            fields=tuple(row_field(name, tensor) for name, tensor in tensors.items()),
+            views=tuple(map(row_bytes, tensors.values())),
+            _module=table.modules[0],
+            _weight=_place(weight),
+            _states=states,
+        )
+
+    def has_replaced(self, before: RowTensors) -> bool:
+        """Whether a field of the last ones has other memory now."""
+        old = dict(zip(before.tensors, before.views, strict=True))
+        now = zip(self.tensors, self.views, strict=True)
+        return any(name in old and view.ctypes.data != old[name].ctypes.data for name, view in now)
+
+    def valid(self) -> bool:
+        """Whether the table still has the same tensors in the same memory. Asked at every save."""
+        weight = self._module._parameters.get("weight")
+        if weight is None or not _is_at(weight, self._weight):
+            return False
+        for optimizer, length, known in self._states:
+            state = optimizer.state.get(weight, {})
+            if len(state) != length:
+                return False
+            for key, place in known:
+                if not _is_at(state.get(key), place):
+                    return False
+        return True
+
+
+_Place = tuple[Tensor, int, Any]
+"""A tensor, kept alive, with its address and shape: it can be given other memory."""
+
+
+def _place(tensor: Tensor) -> _Place:
+    return tensor, -1 if tensor.is_sparse else tensor.data_ptr(), tensor.shape
+
+
+def _is_at(tensor: Any, place: _Place) -> bool:
+    known, address, shape = place
+    return (
+        tensor is known
+        and (-1 if tensor.is_sparse else tensor.data_ptr()) == address
+        and (tensor.shape == shape)
+    )
+
+
+def find_tables(modules: Mapping[str, nn.Module]) -> dict[str, LiveTable]:
+    """Every weight that is looked up, with all modules that look it up."""
+    names: dict[int, str] = {}
+    users: dict[int, dict[int, Any]] = {}
+    others: set[int] = set()
+    for root, model in modules.items():
+        for path, module in model.named_modules(remove_duplicate=False):
+            # Not module.weight: that can be computed from other parameters, which then are dense state.
+            weight = module._parameters.get("weight")
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                others |= {id(p) for p in module._parameters.values() if p is not None}
+            elif weight is not None and (weight.is_meta or weight.numel()):
+                names.setdefault(id(weight), ".".join(filter(None, (root, path, "weight"))))
+                users.setdefault(id(weight), {})[id(module)] = module
+    tables = {
+        name: LiveTable(name, tuple(users[weight].values()), weight not in others)
+        for weight, name in names.items()
+    }
+    _check_overlaps(tables)
+    return tables
+
+
+def _check_overlaps(tables: Mapping[str, LiveTable]) -> None:
+    """Two tables in the same memory would undo each other's rows in a restore."""
+    ranges = sorted((t.weight.data_ptr(), t.weight.nbytes, t.name) for t in tables.values())
+    for (begin, length, first), (after, _, second) in pairwise(ranges):
+        if begin + length > after:
+            raise ConfigError(
+                f"tables {first} and {second} share memory but not their Parameter: tie them by assigning "
+                "the Parameter of one to the other"
+            )
+
+
+def _is_row_state(value: Any, rows: int) -> bool:
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.dim() > 0
+        and value.shape[0] == rows
+        and why_no_rows(value) is None
+    )

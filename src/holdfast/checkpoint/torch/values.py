@@ -1,0 +1,132 @@
+"""PyTorch's tensors and random states as bits, and back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from holdfast.checkpoint.format.dense import Array, map_tree, unsupported
+from holdfast.checkpoint.format.records import ELEMENT_BYTES, Field
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
+
+TORCH_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+WIDEST_ROW = 1 << 20
+"""Elements that a row of a field may have."""
+
+
+def why_no_rows(tensor: Tensor) -> str | None:
+    """What keeps a tensor from being seen as rows of bytes, to follow its name in a sentence; or None."""
+    if tensor.layout != torch.strided:
+        return f"is {tensor.layout}, expected a dense tensor"
+    if tensor.device.type != "cpu":
+        return f"is on {tensor.device}: so far only tensors in main memory can be saved row by row"
+    if ELEMENT_BYTES.get(DTYPE_NAMES.get(tensor.dtype, "")) is None:
+        return f"has elements of type {tensor.dtype}, expected one of {', '.join(ELEMENT_BYTES)}"
+    if not tensor.is_contiguous() or tensor.is_neg():
+        return "is not contiguous: make it so with .contiguous()"
+    if not tensor.dim() or not 0 < tensor.numel() <= WIDEST_ROW * len(tensor):
+        return f"has shape {tuple(tensor.shape)}, expected rows of 1 to {WIDEST_ROW} elements"
+    return None
+
+
+def row_field(name: str, tensor: Tensor) -> Field:
+    """How a record's field for this tensor looks. Only for tensors that can be seen as rows."""
+    return Field(name, DTYPE_NAMES[tensor.dtype], tensor.numel() // len(tensor))
+
+
+def row_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """A tensor's memory as [rows, bytes]. What is written into it is in the tensor."""
+    rows = len(tensor)
+    view: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy().reshape(rows, -1)
+    return view
+
+
+def is_plain_memory(tensor: Tensor) -> bool:
+    """Whether its memory, from its address on, is its elements one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def memory_key(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Equal for tensors that show the same memory in the same way; None for those that have none."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def plain_leaf(value: Any, path: str) -> Any:
+    """A copy of a tensor, array or shape as a tree may hold it; UnsupportedState for anything else."""
+    if isinstance(value, Tensor):
+        return _array_of(value, path)
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        return Array.of(value) or unsupported(value, f"{path} (of type {value.dtype})")
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    unsupported(value, path)
+
+
+def _array_of(tensor: Tensor, path: str) -> Array:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        unsupported(tensor, path)
+    if tensor.layout != torch.strided:
+        raise UnsupportedState(
+            f"{path} is a tensor of layout {tensor.layout}, not a dense one: torch.optim.SGD with momentum "
+            "makes such tensors of sparse gradients, holdfast.training.optimizers.RowMomentum does not"
+        )
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is None or tensor.is_meta:
+        unsupported(tensor, f"{path} ({tensor.dtype} on {tensor.device})")
+    # One copy whatever the tensor's strides and device are, and never a view of live memory.
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return Array(name, tuple(tensor.shape), copy.reshape(-1).view(torch.uint8).numpy(), "tensor")
+
+
+def live_leaf(value: Any) -> Any:
+    """The tensor, array or NumPy scalar that an ``Array`` is of, in memory of its own."""
+    if not isinstance(value, Array):
+        raise CorruptCheckpoint(f"a checkpoint's state holds a {type(value).__name__}")
+    if value.kind != "tensor":
+        return value.to_numpy()
+    # Memory of PyTorch's own is aligned as its kernels like it; a file's is not.
+    tensor = torch.empty(value.shape, dtype=TORCH_DTYPES[value.dtype])
+    tensor.reshape(-1).view(torch.uint8).numpy()[:] = value.data
+    return tensor
+
+
+def copy_random_states() -> tuple[Any, Any, Any]:
+    """The states of the random generators that every program has: PyTorch's, NumPy's and Python's."""
+    return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+
+
+def random_states(copied: tuple[Any, Any, Any]) -> dict[str, Any]:
+    """What ``copy_random_states`` gave, as a tree."""
+    torch_state, numpy_state, (version, words, gauss) = copied
+    return {
+        "torch": _array_of(torch_state, "rng.torch"),
+        "numpy": map_tree(numpy_state, plain_leaf, "rng.numpy"),
+        "python": {"version": version, "words": Array.of(np.array(words, np.uint32)), "gauss": gauss},
+    }
+
+
+def set_random_states(states: Any) -> None:
+    """Go back to what ``random_states`` gave."""
+    try:
+        python = states["python"]
+        words = tuple(live_leaf(python["words"]).tolist())
+        numpy_state = map_tree(states["numpy"], lambda leaf, path: live_leaf(leaf))
+        torch.set_rng_state(live_leaf(states["torch"]))
+        np.random.set_state(numpy_state)
+        random.setstate((python["version"], words, python["gauss"]))
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CorruptCheckpoint(f"the checkpoint's random states cannot be restored: {error}") from error
