@@ -72,6 +72,11 @@ class Contents:
         """Take a worker's copy into account."""
         self._installing.offer(source, message, update)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether pushes that count are lacking: a worker will send them again, or say that it cannot."""
+        return any(mark < self._ledger.applied(worker) for worker, mark in enumerate(self.marks))
+
     def unsure(self, view: View) -> list[Peer]:
         """Workers that may be unable to send again what is lacking."""
         return [

@@ -130,7 +130,9 @@ class Installing:
             return
         self._ask_again = now + self._plan.timing.retry_seconds
         if not groups:
-            self._outbox += [Envelope(self._me, peer, Lacks(())) for peer in unsure]
+            for peer in unsure:
+                self._doubt(peer, now)
+                self._outbox.append(Envelope(self._me, peer, Lacks(())))
             return
         # Those that have not started, too: a supervisor that came back may not know that they have.
         workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]

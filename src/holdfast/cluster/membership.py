@@ -415,6 +415,8 @@ class Supervisor:
             self._fail(Failure("lost", member.peer, how))
         elif self._count_death(member) > self.plan.most_deaths:
             self._fail(Failure("worker" if member.role == "worker" else "server", member.peer, how))
+        elif (stalled := self._stalls.note_loss(member, how, now)) is not None:
+            self._fail(stalled)
         else:
             self._replace(member, now)
 
@@ -433,7 +435,6 @@ class Supervisor:
         member.since, member.heard, member.beat = now, None, None
         if isinstance(member, ServerMember):
             self._log.note_loss(member, now)
-            self._stalls.note_loss()
             self._views.replace_server(member.slot)
             self._give_up_cut()
         else:
