@@ -133,9 +133,37 @@ def test_where_there_is_no_path_the_job_says_so(k: int, r: int) -> None:
     assert supervisor.failure.kind in ("stalled", "lost")
 
 
+def alone_and_out_of_reach() -> Cluster:
+    """A server that reaches no other one, and the only worker neither: it has nothing to say to others, so
+    nobody but the worker notices, which is replaced over and over."""
+    cluster = Cluster(counting_plan(servers=4, workers=1, atomic=True, k=3, r=1), 1, BATCHES)
+    assert cluster.network.run(lambda: cluster.supervisor.steps() >= 20, 60.0)
+    cluster.kill("worker", 0, noticed=True)
+    cluster.network.run(lambda: False, 0.25)  # the next one has not started yet
+    cluster.network.cut_link(server(3), Peer("worker", 0))
+    for other in range(3):
+        cluster.network.cut_link(server(3), server(other))
+    return cluster
+
+
+def test_a_worker_is_not_replaced_for_ever() -> None:
+    supervisor = ended(alone_and_out_of_reach()).supervisor
+    assert supervisor.failure is not None
+    assert supervisor.failure.kind == "stalled"
+
+
+def test_it_would_be_if_replacements_counted_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard is taken out."""
+    monkeypatch.setattr(stalls.Stalls, "note_loss", lambda self, *what: None)
+    cluster = alone_and_out_of_reach()
+    with pytest.raises(AssertionError, match="it hangs"):
+        ended(cluster)
+
+
 def test_it_hangs_if_nobody_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard is taken out."""
     monkeypatch.setattr(stalls.Stalls, "look", lambda self, *what: None)
+    monkeypatch.setattr(stalls.Stalls, "note_loss", lambda self, *what: None)
     cluster = started(plan_of(1, 1))
     cluster.network.cut_link(server(0), server(1))
     with pytest.raises(AssertionError, match="it hangs"):

@@ -131,7 +131,9 @@ class Installing:
             return
         self._ask_again = now + self._plan.timing.retry_seconds
         if not groups:
-            self._outbox += [Envelope(self._me, peer, Lacks(())) for peer in unsure]
+            for peer in unsure:
+                self._doubt(peer, now)
+                self._outbox.append(Envelope(self._me, peer, Lacks(())))
             return
         # Those that have not started, too: a supervisor that came back may not know that they have.
         workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]
@@ -204,6 +206,11 @@ class Contents:
     def offer(self, source: Peer, message: Install, update: Update) -> None:
         """Take a worker's copy into account."""
         self._installing.offer(source, message, update)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether pushes that count are lacking: a worker will send them again, or say that it cannot."""
+        return any(mark < self._ledger.applied(worker) for worker, mark in enumerate(self.marks))
 
     def unsure(self, view: View) -> list[Peer]:
         """Workers that may be unable to send again what is lacking."""

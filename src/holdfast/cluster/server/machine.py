@@ -272,7 +272,7 @@ class Server:
         recovery = self.recovery
         left = recovery is not None and recovery.left > 0
         lost = recovery is not None and (recovery.lost(), recovery.network_lost)
-        updates = self.contents.lost if self.contents is not None else 0
+        updates = (self.contents.lost, self.contents.is_behind) if self.contents is not None else None
         return (
             self.restoring,
             self._saved(),
@@ -289,7 +289,7 @@ class Server:
 
     def redundancy(self) -> Redundancy:
         """What is still to be brought back."""
-        not_installed, network_lost = self._installing.rows, self._installing.lost
+        not_installed, network_lost = self._not_installed(), self._installing.lost
         lacking = not_installed if self.me.incarnation > 1 else 0
         updates_lost = self.contents.lost if self.contents is not None else 0
         if self.protection is None:
@@ -321,6 +321,13 @@ class Server:
             network_lost=network_lost,
             updates_lost=updates_lost,
         )
+
+    def _not_installed(self) -> int:
+        """Rows whose values have not come, or lack pushes that count."""
+        rows = self._installing.rows
+        if not rows and self.contents is not None and self.contents.is_behind:
+            rows = self.shards[-1].rows
+        return rows
 
     def figures(self) -> Figures:
         """What the live view shows."""

@@ -15,6 +15,7 @@ before anybody hears of it (``epochs``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -413,6 +414,8 @@ class Supervisor:
             self._fail(Failure("lost", member.peer, how))
         elif self._count_death(member) > self.plan.most_deaths:
             self._fail(Failure("worker" if member.role == "worker" else "server", member.peer, how))
+        elif (stalled := self._stalls.note_loss(member, how, now)) is not None:
+            self._fail(stalled)
         else:
             self._replace(member, now)
 
@@ -431,7 +434,6 @@ class Supervisor:
         member.since, member.heard, member.beat = now, None, None
         if isinstance(member, ServerMember):
             self._log.note_loss(member, now)
-            self._stalls.note_loss()
             self._views.replace_server(member.slot)
             self._give_up_cut()
         else:
@@ -467,6 +469,10 @@ class Supervisor:
         self.outbox.append(Envelope(self.me, target, message))
 
 
+_QUIET = 0.25
+"""Of the time after which a job is given up: if all was well for so long, it is well."""
+
+
 class Stalls:
     """Tells how long a job has made no progress though some server is not as it should be.
 
@@ -482,6 +488,8 @@ class Stalls:
     def __init__(self, plan: JobPlan, servers: Sequence[ServerMember], now: float) -> None:
         self._plan, self._servers = plan, servers
         self._since = now
+        self._seen = -math.inf
+        """When something was last not as it should be."""
         self._steps = -1
         self._lacking: int | None = None
 
@@ -489,9 +497,15 @@ class Stalls:
         """For so long nobody has looked."""
         self._since += seconds
 
-    def note_loss(self) -> None:
-        """A server is gone: more is lacking from now on."""
-        self._lacking = None
+    def note_loss(self, member: Member, how: str, now: float) -> Failure | None:
+        """A node is lost; why another in its place would not help, if nothing has moved for too long."""
+        self._seen = now
+        if isinstance(member, ServerMember):
+            self._lacking = None  # more is lacking from now on
+        if self._is_patient(now):
+            return None
+        limit = self._plan.timing.hopeless_seconds
+        return Failure("stalled", member.peer, f"{how}, and no batch has counted for {limit:g} s")
 
     def look(self, steps: int, members: Sequence[Member], now: float) -> Failure | None:
         """Why the job cannot go on, if nothing has moved for too long."""
@@ -502,14 +516,21 @@ class Stalls:
         reading = any(beat.state == "restoring" or beat.redundancy.lost for beat in beats)
         stuck = [m for m in members if m.beat is not None and m.beat.stuck_on]
         ill = [s for s in self._servers if not s.sound]
-        if moved or reading or not (stuck or ill):
+        if stuck or ill:
+            self._seen = now
+        # One that is replaced over and over is fine for a moment each time.
+        if moved or reading or now - self._seen > self._plan.timing.hopeless_seconds * _QUIET:
             self._since = now
         self._steps = steps
         self._lacking = lacking if self._lacking is None else min(lacking, self._lacking)
+        return None if self._is_patient(now) or not (ill or stuck) else self._describe(ill, stuck)
+
+    def _is_patient(self, now: float) -> bool:
+        return not self._plan.r or now - self._since <= self._plan.timing.hopeless_seconds
+
+    def _describe(self, ill: Sequence[ServerMember], stuck: Sequence[Member]) -> Failure:
         limit = self._plan.timing.hopeless_seconds
-        if not self._plan.r or now - self._since <= limit:
-            return None
-        who = (ill or stuck)[0]
+        who = (*ill, *stuck)[0]
         said = who.beat.redundancy if who.beat is not None else None
         lacks = f"lacks {said.rows:,} rows and {said.parities:,} parities" if said and ill else "is not there"
         links = "; ".join(
