@@ -17,7 +17,7 @@ from holdfast.cluster.report.progress import JobProgress
 from holdfast.cluster.runtime.keys import JobKeys
 from holdfast.events import read_events
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server
-from tests.cluster.test_api import network, reader, twin_of
+from tests.cluster.test_job import network, reader, twin_of
 
 VERSION = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 """What a ZeroMQ client says first, before it says how it wants to speak: ZMTP 3.0."""

@@ -15,7 +15,7 @@ from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
 from holdfast.events import EventLog
 from holdfast.testing.stranger import Stranger, endpoints_of, most_memory_of
-from tests.cluster.test_api import network, reader, twin_of
+from tests.cluster.test_job import network, reader, twin_of
 from tests.other_user import CAN_BE_ANOTHER, NOBODY
 
 STEPS = 1000

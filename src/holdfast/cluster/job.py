@@ -1,7 +1,7 @@
 """``Job``: training in many processes, from a few lines of Python or a configuration. Read this first.
 
-The way down from here: ``planning`` makes the plan that all processes share, ``job.Runner`` starts and
-watches them, ``supervisor``, ``server`` and ``worker`` are what they run.
+The way down from here: ``make_plan`` makes the plan that all processes share, ``runner`` starts and watches
+them, and ``process`` in ``supervisor``, ``server`` and ``worker`` is what they run, round a ``machine``.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def plan_job(
     """The plan of a job that trains as configured; builds model and readers once to see that they fit.
 
     If the configuration has a ``checkpoint`` section and its path holds versions, the job goes on from the
-    newest one that is whole (``plan.resume``): see ``resuming.find_resume`` for what it raises.
+    newest one that is whole (``plan.resume``): see ``saving.resume.find_resume`` for what it raises.
     """
     job = config.job
     protected, checkpoint = _protection(config, lanes)

@@ -200,7 +200,7 @@ class Runner:
         bind: where processes listen: "ipc", Unix sockets in a private folder, or a TCP address without a
             port, with keys that are made for this run.
         kills: processes to kill on the way.
-        faults: for workers, by slot: where each incarnation is ended by force (see ``faults``).
+        faults: for workers, by slot: where each incarnation is ended by force (see ``worker.faults``).
         chaos: the folder through which links are broken (see ``transport.links``), "" for none.
     """
 

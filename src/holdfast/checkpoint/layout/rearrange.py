@@ -1,7 +1,7 @@
 """Moving the records of an era about behind the trainer's back, so that restores find less in their way.
 
-One module for each layout of ``Chunked``. It knows files; what goes where is decided by its pure part in
-``strategies``.
+One module for each layout of ``Chunked``: ``rearrange_rounds`` and ``rearrange_two_d``. It knows files; what
+goes where is decided by its pure part, ``rounds`` and ``two_d``.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ class Install(Struct, frozen=True, array_like=True, tag="install"):
     """Worker → server: first values of a group. Frames: places, weights. Only the first one counts.
 
     Without parts it answers ``Lacks``: this worker has none. A server that takes over from one whose network
-    only workers have copies of takes the newest copy (see ``installing``).
+    only workers have copies of takes the newest copy (see
+    ``server.initial_values``).
     """
 
     parts: tuple[Part, ...]

@@ -81,8 +81,8 @@ class SavePlan(Struct, frozen=True, kw_only=True):
     """The object that the tables' optimizer state belongs to."""
     parts: tuple[NetworkPart, ...] = ()
     template: bytes = b""
-    """The dense part of a version with places for what training changes (see ``stored``). Without it, the
-    last group is stored like all others."""
+    """The dense part of a version with places for what training changes (see ``saving.layout``). Without it,
+    the last group is stored like all others."""
 
 
 class Resume(Struct, frozen=True, kw_only=True):

@@ -92,7 +92,7 @@ ROUTES: Final[Mapping[type[Message], _Routes]] = {
     Saved: frozenset({("server", "supervisor")}),
     Status: frozenset({("supervisor", "launcher")}),
 }
-"""Who sends each message, and to whom: from anybody else it does not count (see ``checks``)."""
+"""Who sends each message, and to whom: from anybody else it does not count (see ``admission``)."""
 
 
 class Header(Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@
 
 A row that somebody pulls or pushes is brought back at once; behind that a scan brings back all others, in
 chunks, at a share of the time. For each row it asks the stripe's first parity server what is left of the
-parity without this member (``rebuilding``), which is the row. If another member turns out to be lacking too,
+parity without this member (``stripes``), which is the row. If another member turns out to be lacking too,
 it asks as many parity servers as members are lacking, and solves for them. A stripe with fewer than k records
 left is lost, and said to be: nothing is guessed. If the job is to go on all the same, lost rows get what was
 last saved of them.

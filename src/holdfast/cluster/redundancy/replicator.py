@@ -61,7 +61,7 @@ class Protection:
         marks: says which pushes are applied.
         applied: says which push of a worker was applied last; asked at every push, so it must be quick.
         fresh: whether all rows of the job have their first values; otherwise parities come from rows.
-        lacks: which of the records of a group this server lacks (see ``recovery``).
+        lacks: which of the records of a group this server lacks (see ``recover``).
         doubt: called with a server that has not answered (see ``routes``).
     """
 

@@ -60,7 +60,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     keys: Keys | None = None
     """Of this node; None: the kernel keeps strangers from the sockets."""
     faults: tuple[str, ...] = ()
-    """Where to end the process by force (see ``faults``)."""
+    """Where to end the process by force (see ``worker.faults``)."""
     chaos: str = ""
     """The folder with which ``holdfast chaos`` breaks links and learns what was acknowledged; "" for none."""
 

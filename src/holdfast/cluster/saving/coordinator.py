@@ -1,6 +1,6 @@
 """The supervisor's part of a checkpoint: when to cut, and one manifest for what all servers have written.
 
-``Versions.advance`` is the main path, one stage after the other: *cutting* (``membership`` makes the
+``Versions.advance`` is the main path, one stage after the other: *cutting* (the supervisor makes the
 workers hold and the servers copy), *collecting* (what has each server written?), *committing* (the dense
 file, then the manifest), *tidying* (servers rearrange files) and *replacing* (a manifest with those).
 Everything that touches the store runs behind the supervisor's back.

@@ -373,7 +373,7 @@ def rankings(shards: Sequence[GroupShard], name: PriorityName | None, fraction: 
 
 
 class Ranking:
-    """Which rows of one group at a server are saved first (see ``checkpoint.priority``).
+    """Which rows of one group at a server are saved first (see ``checkpoint.memory.priority``).
 
     Rows of all large tables of a group are ranked together: those that make up most of the bytes of the job.
     Rows of other tables are saved whenever they have changed. A row is seen once a batch, however often the

@@ -1,6 +1,6 @@
 """A server: it holds rows, hands them out, and applies gradients, each batch exactly once.
 
-``Server`` is the machine: a message in, messages out. ``serving`` is the process round it.
+``Server`` is the machine: a message in, messages out. ``process`` runs it.
 """
 
 from __future__ import annotations

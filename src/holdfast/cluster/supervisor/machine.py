@@ -8,7 +8,7 @@ A worker that dies is replaced in three steps, each complete when every server s
 view: *fencing* (servers refuse the old incarnation from now on), *settling* (a push that some servers have
 applied and others only staged is applied by all; one that none has applied is dropped), and the *start* of
 the new incarnation behind the last batch that counts. Every incarnation gets a new epoch, which is durable
-before anybody hears of it (``epochs``).
+before anybody hears of it (``views``).
 
 ``Supervisor.advance`` is the main path.
 """
