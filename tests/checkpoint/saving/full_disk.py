@@ -1,7 +1,7 @@
 """What can be done in a store on a disk without a block or an inode left: run by ``test_full_disk``.
 
-``unshare --mount python -m tests.checkpoint.saving.full_disk FOLDER`` mounts small file systems below a folder.
-They are seen by this process alone, and gone with it.
+``unshare --mount python -m tests.checkpoint.saving.full_disk FOLDER`` mounts small file systems below a
+folder. They are seen by this process alone, and gone with it.
 """
 
 from __future__ import annotations

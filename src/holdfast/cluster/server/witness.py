@@ -3,8 +3,8 @@
 A server that is to be compared keeps its records in a file that is mapped into its memory. When it is killed,
 at whatever instant, the file holds what the memory held. Beside it lies the *age* of each record: the batch
 of changes (see ``redundancy.replicator``) that it changed in last, written before the record is. What is
-recovered is of the batch that the supervisor settled on, so that records which are no newer must be equal. Newer ones were
-not kept yet; workers push what changed them again.
+recovered is of the batch that the supervisor settled on, so that records which are no newer must be equal.
+Newer ones were not kept yet; workers push what changed them again.
 
 For demonstrations and tests: nothing of it is needed to recover anything.
 """
