@@ -137,7 +137,8 @@ class Stopped(KeyboardInterrupt):
 
 
 class WorkerPool(ProcessPoolExecutor):
-    """Processes that leave Ctrl-C to this one, and do not outlive the block: if it raises, they are killed.
+    """Processes that leave Ctrl-C to this one, and do not outlive the block: if it raises, they are killed. If
+    this process is killed, they end by themselves.
 
     They are started anew, not forked: torch's threads do not survive that.
     """
@@ -145,7 +146,8 @@ class WorkerPool(ProcessPoolExecutor):
     def __init__(
         self, processes: int, initializer: Callable[..., object] | None = None, *arguments: Any
     ) -> None:
-        super().__init__(processes, multiprocessing.get_context("spawn"), initializer, arguments)
+        start = (initializer, *arguments)
+        super().__init__(processes, multiprocessing.get_context("spawn"), _begin, start)
         self._others = set(multiprocessing.active_children())
 
     def submit(self, *call: Any, **more: Any) -> Any:
@@ -163,3 +165,18 @@ class WorkerPool(ProcessPoolExecutor):
             for process in set(multiprocessing.active_children()) - self._others:
                 process.kill()
         self.shutdown(cancel_futures=True)
+
+
+def _begin(initializer: Callable[..., object] | None, *arguments: Any) -> None:
+    """In a process of the pool: those that wait for work hold each other's pipes open, and would wait for
+    ever for a parent that is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, name="parent", daemon=True).start()
+    if initializer is not None:
+        initializer(*arguments)

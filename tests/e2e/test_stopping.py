@@ -178,3 +178,11 @@ def test_other_long_commands(tmp_path: Path, command: list[str], begun: str) -> 
         assert run.end() == 130
     assert "Traceback" not in run.shown.decode()
     assert shows_cursor(run)
+
+
+def test_a_command_that_is_killed_leaves_no_processes(tmp_path: Path) -> None:
+    """Those of its pool wait for work that nobody is left to give them. Every test is checked for what it
+    leaves behind."""
+    with Pipe("chaos", "--simulated=99999", cwd=tmp_path) as run:
+        run.until("faults")
+        run.process.kill()
