@@ -41,7 +41,9 @@ from holdfast.cluster.protocol.messages import (
 )
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.stripe_messages import (
+    Agreed,
     Change,
+    Compare,
     Forget,
     ReadStripes,
     Recover,
@@ -120,6 +122,8 @@ class _Checks:
             ReadStripes: self._read,
             Recover: self._recover,
             Syndromes: self._syndromes,
+            Compare: self._compare,
+            Agreed: self._agreed,
             Beat: self._beat,
             View: self._view,
             Saved: self._saved,
@@ -263,6 +267,17 @@ class _Checks:
             _numbers(frame, lacking.rows)
         for state in message.without:
             self._lane(state)
+
+    def _compare(self, message: Compare, frames: Sequence[Frame], source: Peer) -> None:
+        placement = self._coded(message.group)
+        _within(message.parity, placement.r, "parity")
+        _count(frames, 1)
+        _numbers(frames[0], message.rows, placement.blocks(self._plan.groups[message.group].rows))
+
+    def _agreed(self, message: Agreed, frames: Sequence[Frame], source: Peer) -> None:
+        _within(message.parity, self._plan.r, "parity")
+        _count(frames, 1)
+        _numbers(frames[0], message.rows)
 
     # To and from the supervisor
 

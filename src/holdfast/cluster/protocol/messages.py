@@ -76,7 +76,7 @@ class Rows(Struct, frozen=True, array_like=True, tag="rows"):
 class Install(Struct, frozen=True, array_like=True, tag="install"):
     """Worker → server: first values of a group. Frames: places, weights. Only the first one counts.
 
-    Without parts it answers ``Lacks``: this worker has none. A server that takes over from one whose network
+    A server that takes over from one whose network
     only workers have copies of takes the newest copy (see
     ``server.initial_values``).
     """
@@ -90,11 +90,32 @@ class Install(Struct, frozen=True, array_like=True, tag="install"):
     """The sender's newest push that it can no longer send again."""
 
 
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """Worker → server: a server can only speak to whom it has heard, and it may have to ask something."""
+
+
 class Lacks(Struct, frozen=True, array_like=True, tag="lacks"):
-    """Server → worker, unasked: only workers can have the values of these groups. Of no group: it is enough
-    to say which pushes the worker can send again."""
+    """Server → worker, unasked: only workers can have the values of these groups. The answer is ``Install``
+    or ``NoCopy``."""
 
     groups: tuple[int, ...]
+
+
+class NoCopy(Struct, frozen=True, array_like=True, tag="no_copy"):
+    """Worker → server: the answer to ``Lacks`` of a worker that has no such values."""
+
+    kept: int = 0
+    """As in ``Install``."""
+
+
+class AskKept(Struct, frozen=True, array_like=True, tag="ask_kept"):
+    """Server → worker, unasked: which pushes can you still send again? The answer is ``CanResend``."""
+
+
+class CanResend(Struct, frozen=True, array_like=True, tag="can_resend"):
+    """Worker → server: all pushes behind this one."""
+
+    kept: int
 
 
 class Push(Struct, frozen=True, array_like=True, tag="push"):

@@ -93,6 +93,26 @@ class Recover(Struct, frozen=True, array_like=True, tag="recover"):
     rows: int
 
 
+class Compare(Struct, frozen=True, array_like=True, tag="compare"):
+    """Parity server → parity server of the same stripes: do your parities agree with their members?
+
+    Frame: blocks (uint32), ascending.
+    """
+
+    request: int
+    group: int
+    parity: int
+    rows: int
+
+
+class Agreed(Struct, frozen=True, array_like=True, tag="agreed"):
+    """The answer. Frame: which of the stripes asked for agree (uint32), ascending."""
+
+    request: int
+    parity: int
+    rows: int
+
+
 class Lacking(Struct, frozen=True, array_like=True):
     """Stripes of a request that have no answer; the frame says which of them (uint32)."""
 

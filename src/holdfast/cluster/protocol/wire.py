@@ -10,12 +10,16 @@ import msgspec
 from msgspec import Struct
 
 from holdfast.cluster.protocol.messages import (
+    AskKept,
     Beat,
+    CanResend,
     Collect,
     Commit,
+    Hello,
     Install,
     Kept,
     Lacks,
+    NoCopy,
     Peer,
     Pull,
     Push,
@@ -29,7 +33,9 @@ from holdfast.cluster.protocol.messages import (
     View,
 )
 from holdfast.cluster.protocol.stripe_messages import (
+    Agreed,
     Change,
+    Compare,
     Forget,
     ReadStripes,
     Recover,
@@ -42,7 +48,11 @@ Message = (
     Pull
     | Rows
     | Install
+    | Hello
     | Lacks
+    | NoCopy
+    | AskKept
+    | CanResend
     | Push
     | Commit
     | Pushed
@@ -56,6 +66,8 @@ Message = (
     | ReadStripes
     | Recover
     | Syndromes
+    | Compare
+    | Agreed
     | Beat
     | View
     | Collect
@@ -72,7 +84,11 @@ ROUTES: Final[Mapping[type[Message], _Routes]] = {
     Pull: _TO_SERVER,
     Rows: _TO_WORKER,
     Install: _TO_SERVER,
+    Hello: _TO_SERVER,
     Lacks: _TO_WORKER,
+    NoCopy: _TO_SERVER,
+    AskKept: _TO_WORKER,
+    CanResend: _TO_SERVER,
     Push: _TO_SERVER,
     Commit: _TO_SERVER,
     Pushed: _TO_WORKER,
@@ -86,6 +102,8 @@ ROUTES: Final[Mapping[type[Message], _Routes]] = {
     ReadStripes: _AMONG_SERVERS,
     Recover: _AMONG_SERVERS,
     Syndromes: _AMONG_SERVERS,
+    Compare: _AMONG_SERVERS,
+    Agreed: _AMONG_SERVERS,
     Beat: frozenset({("server", "supervisor"), ("worker", "supervisor"), ("launcher", "supervisor")}),
     View: frozenset({("supervisor", "server"), ("supervisor", "worker"), ("supervisor", "launcher")}),
     Collect: frozenset({("supervisor", "server")}),

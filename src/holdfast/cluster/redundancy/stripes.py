@@ -20,6 +20,8 @@ from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.stripe_messages import (
+    Agreed,
+    Compare,
     Lacking,
     ReadStripes,
     Recover,
@@ -37,7 +39,7 @@ _FORGOTTEN_SECONDS = 5.0
 """Whoever has not asked for so long has asked another parity server instead."""
 _VOTE_SECONDS = 10.0
 
-Purpose = Literal["recover", "rebuild", "scrub", "repair"]
+Purpose = Literal["recover", "vote", "rebuild", "scrub", "repair"]
 
 
 @dataclass
@@ -108,24 +110,40 @@ class Rebuilding:
 
     def recover(self, source: Peer, message: Recover, frames: Sequence[Frame], now: float) -> None:
         """A replacement asks for syndromes; it is answered when all other members have come."""
+        self._sum_up("recover", source, message, message.without, frames, now)
+
+    def compare(self, source: Peer, message: Compare, frames: Sequence[Frame], now: float) -> None:
+        """Another parity server asks whether parities here agree with their members."""
+        self._sum_up("vote", source, message, (), frames, now)
+
+    def _sum_up(
+        self,
+        purpose: Literal["recover", "vote"],
+        source: Peer,
+        message: Recover | Compare,
+        without: tuple[int, ...],
+        frames: Sequence[Frame],
+        now: float,
+    ) -> None:
+        """Begin a sum of members for somebody, unless that is under way."""
         if self._protection.peer(source.slot) != source or len(self._jobs) >= _MOST_JOBS:
             return
         for job in self._jobs.values():
-            if job.source == source and job.request == message.request:
+            if (job.purpose, job.source, job.request) == (purpose, source, message.request):
                 job.wanted = now
                 return
         parity = self._parities.get(message.group)
         if parity is None or len(frames) != 1:
             raise ValueError(f"group {message.group} has no parities")
         k, r = parity.placement.k, parity.placement.r
-        members = set(range(k)) - set(message.without)
-        if not 0 <= message.parity < r or len(members) != k - len(message.without):
-            raise ValueError(f"parity {message.parity} without {message.without}, of a code of {k} + {r}")
+        members = set(range(k)) - set(without)
+        if not 0 <= message.parity < r or len(members) != k - len(without):
+            raise ValueError(f"parity {message.parity} without {without}, of a code of {k} + {r}")
         blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
         if len(blocks) and not (blocks[-1] < parity.blocks and (np.diff(blocks) > 0).all()):
             raise ValueError("blocks that do not ascend, or are not there")
-        job = self._begin("recover", message.group, message.parity, blocks, members, now)
-        job.source, job.request, job.without = source, message.request, message.without
+        job = self._begin(purpose, message.group, message.parity, blocks, members, now)
+        job.source, job.request, job.without = source, message.request, without
         job.wanted = now
         if not parity.whole(message.parity, blocks).any():
             job.waiting.clear()
@@ -142,6 +160,10 @@ class Rebuilding:
         chosen = np.flatnonzero(good)
         syndromes = parity.get(job.parity, job.blocks[chosen])
         syndromes ^= job.sums if len(chosen) == len(job.sums) else job.sums[chosen]
+        if job.purpose == "vote":
+            agree = chosen[(syndromes == 0).all(1)]
+            self._post(job.source, Agreed(job.request, job.parity, len(agree)), [agree.astype(np.uint32)])
+            return
         lacking = {-1: np.flatnonzero(~whole), **job.lacking}
         lacking = {member: at for member, at in lacking.items() if len(at)}
         owners = [placement.member_server(parity.server, job.parity, m) for m in job.without]
@@ -230,22 +252,20 @@ class Rebuilding:
             other = self._protection.peer(placement.parity_server(owner, 0, t))
             if t != parity and other is not None:
                 vote.waiting.add(t)
-                message = Recover(-self._numbers, group, t, (), len(blocks))
+                message = Compare(self._numbers, group, t, len(blocks))
                 self._post(other, message, [blocks.astype(np.uint32)])
-        self._votes[-self._numbers] = vote
+        self._votes[self._numbers] = vote
 
-    def take_vote(self, message: Syndromes, frames: Sequence[Frame], now: float) -> None:
+    def take_vote(self, message: Agreed, frames: Sequence[Frame], now: float) -> None:
         """Whether another parity of stripes agrees with their members."""
         vote = self._votes.get(message.request)
-        if vote is None or message.parity not in vote.waiting or len(frames) != 2 + len(message.lacking):
+        if vote is None or message.parity not in vote.waiting:
             return
-        words = self._plan.groups[vote.group].words
         at = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
-        syndromes = as_array(frames[1], np.uint32, (message.rows, words))
         agrees = np.zeros(len(vote.blocks), np.bool_)
         if len(at) and at.max() >= len(vote.blocks):
-            raise ValueError("syndromes of stripes that were not asked for")
-        agrees[at] = (syndromes == 0).all(1)
+            raise ValueError("stripes that were not asked for")
+        agrees[at] = True
         vote.own_is_wrong &= agrees
         vote.waiting.remove(message.parity)
         if not vote.waiting:
@@ -346,7 +366,7 @@ class Rebuilding:
                 self._read(job, now, again=again)
             return
         del self._jobs[job.number]
-        if job.purpose == "recover":
+        if job.purpose in ("recover", "vote"):
             self._answer(job)
         elif job.purpose == "scrub":
             self._compare(job, now)

@@ -16,7 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.cluster.protocol.envelope import Envelope
-from holdfast.cluster.protocol.messages import Install, Lacks, Peer, View, WorkerInView
+from holdfast.cluster.protocol.messages import (
+    AskKept,
+    CanResend,
+    Install,
+    Lacks,
+    NoCopy,
+    Peer,
+    View,
+    WorkerInView,
+)
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.server.ledger import PushLedger
 from holdfast.cluster.server.requests import Update
@@ -85,10 +94,10 @@ class Installing:
         """How many rows they have."""
         return sum(self._shards[group].rows for group in self.groups)
 
-    def answered(self, source: Peer, message: Install) -> None:
+    def answered(self, source: Peer, message: Install | NoCopy | CanResend) -> None:
         """Note what a worker can send again, and that it has no values if so."""
         self._kept[source] = max(message.kept, self._kept.get(source, 0))
-        if not message.parts:
+        if isinstance(message, NoCopy):
             self._without.add(source)
 
     def offer(self, source: Peer, message: Install, update: Update) -> None:
@@ -133,7 +142,7 @@ class Installing:
         if not groups:
             for peer in unsure:
                 self._doubt(peer, now)
-                self._outbox.append(Envelope(self._me, peer, Lacks(())))
+                self._outbox.append(Envelope(self._me, peer, AskKept()))
             return
         # Those that have not started, too: a supervisor that came back may not know that they have.
         workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]

@@ -16,10 +16,12 @@ from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Counters, Envelope, Frame
 from holdfast.cluster.protocol.messages import (
     Beat,
+    CanResend,
     Collect,
     Commit,
     Figures,
     Install,
+    NoCopy,
     Peer,
     Pull,
     Push,
@@ -37,6 +39,8 @@ from holdfast.cluster.protocol.messages import (
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.routes import Routes
 from holdfast.cluster.protocol.stripe_messages import (
+    Agreed,
+    Compare,
     LaneMessage,
     ReadStripes,
     Recover,
@@ -362,6 +366,8 @@ class Server:
         elif isinstance(message, Install):
             self._installing.answered(source, message)
             self._install(source, message, frames)
+        elif isinstance(message, NoCopy | CanResend):
+            self._installing.answered(source, message)
         elif isinstance(message, Collect) and self.saver is not None:
             return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
         elif self.protection is not None:
@@ -372,7 +378,7 @@ class Server:
         self, protection: Protection, message: Message, frames: Sequence[Frame], source: Peer
     ) -> None:
         """What servers tell each other."""
-        if isinstance(message, Taken | Values | Syndromes):
+        if isinstance(message, Taken | Values | Syndromes | Agreed):
             self.routes.trust(source, self._now)
         if isinstance(message, LaneMessage):
             protection.take(source, message, frames)
@@ -382,7 +388,9 @@ class Server:
             protection.read(source, message, frames, self._now)
         elif isinstance(message, Recover):
             self.rebuilding.recover(source, message, frames, self._now)
-        elif isinstance(message, Syndromes) and message.request < 0:
+        elif isinstance(message, Compare):
+            self.rebuilding.compare(source, message, frames, self._now)
+        elif isinstance(message, Agreed):
             self.rebuilding.take_vote(message, frames, self._now)
         elif isinstance(message, Syndromes) and self.recovery is not None:
             self.recovery.receive(source, message, frames, self._now)

@@ -18,10 +18,14 @@ from numpy.typing import NDArray
 from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import (
     START,
+    AskKept,
+    CanResend,
     Commit,
+    Hello,
     Install,
     Kept,
     Lacks,
+    NoCopy,
     Part,
     Peer,
     Position,
@@ -226,8 +230,7 @@ class Calls:
             self._servers[server.slot] = server
             if known is not None and known.incarnation == server.incarnation:
                 continue
-            # A server can only speak to whom it has heard, and it may have to ask: this says nothing else.
-            self._post(server.slot, Commit(0), ())
+            self._post(server.slot, Hello(), ())
             if self._plan.dense == "workers" and self._has_moved(server.slot):
                 self._install(server.slot, (len(self._plan.groups) - 1,))  # at once: it may be the last copy
             for push in self._pushes:
@@ -313,7 +316,7 @@ class Calls:
         known = self._servers.get(server)
         if known is None or known.incarnation != envelope.source.incarnation:
             return
-        if not isinstance(message, Lacks):  # that one says nothing of what was asked
+        if not isinstance(message, Lacks | AskKept):  # those say nothing of what was asked
             self.routes.trust(envelope.source, now)
         if isinstance(message, Rows):
             self._take_rows(server, message, envelope.frames)
@@ -324,8 +327,11 @@ class Calls:
             self._keep(server, message.sequence)
         elif isinstance(message, Refused):
             self._take_refusal(server, message)
-        elif isinstance(message, Lacks) and not self._install(server, message.groups):
-            self._post(server, Install((), kept=self.kept_sequence), ())
+        elif isinstance(message, Lacks):
+            if not self._install(server, message.groups):
+                self._post(server, NoCopy(self.kept_sequence), ())
+        elif isinstance(message, AskKept):
+            self._post(server, CanResend(self.kept_sequence), ())
 
     def tick(self, now: float) -> None:
         """Ask again where an answer is overdue."""
