@@ -137,8 +137,8 @@ class Stopped(KeyboardInterrupt):
 
 
 class WorkerPool(ProcessPoolExecutor):
-    """Processes that leave Ctrl-C to this one, and do not outlive the block: if it raises, they are killed. If
-    this process is killed, they end by themselves.
+    """Processes that leave Ctrl-C to this one, and do not outlive the block: if it raises, they are killed.
+    If this process is killed, they end by themselves.
 
     They are started anew, not forked: torch's threads do not survive that.
     """
