@@ -152,7 +152,7 @@ def the_next_push_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 # Each with a seed that shows it, so that it need not be searched for as long as nothing changes.
 MUTATIONS = {
     no_repetitions: 1,
-    zombies_count: 105,
+    zombies_count: 630,
     staged_pushes_all_count: 26,
     workers_start_at_once: 70,
     half_batches_are_cut: 11,
