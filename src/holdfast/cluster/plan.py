@@ -163,6 +163,12 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
         return Placement(self.servers, self.k, self.r, self.rings)
 
     @cached_property
+    def neighbours(self) -> tuple[frozenset[int], ...]:
+        """Of each server, those that it has stripes in common with: only they are connected."""
+        coded = [placement for placement in self.placements if placement.r]
+        return tuple(frozenset(n for p in coded for n in p.neighbours(s)) for s in range(self.servers))
+
+    @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """Where the rows of each group lie."""
         copies = self.r if self.dense == "replicate" else 0
