@@ -164,9 +164,15 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
 
     @cached_property
     def neighbours(self) -> tuple[frozenset[int], ...]:
-        """Of each server, those that it has stripes in common with: only they are connected."""
+        """Of each server, those that it is connected to: those that it has stripes in common with, and the
+        two beside it, so that there is a way round a broken link without a code, too."""
         coded = [placement for placement in self.placements if placement.r]
-        return tuple(frozenset(n for p in coded for n in p.neighbours(s)) for s in range(self.servers))
+        found = []
+        for slot in range(self.servers):
+            beside = {(slot - 1) % self.servers, (slot + 1) % self.servers}
+            near = {other for placement in coded for other in placement.neighbours(slot)}
+            found.append(frozenset((beside | near) - {slot}))
+        return tuple(found)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
