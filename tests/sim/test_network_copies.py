@@ -148,9 +148,10 @@ def test_a_job_that_is_stopped_before_its_first_batch_ends(dense: Literal["worke
     assert all(shard.installed for server in cluster.servers.values() for shard in server.shards)
 
 
-@pytest.mark.parametrize("seed", [1991, 2243, 5127])
+@pytest.mark.parametrize("seed", [1991, 2243, 5127, 500797])
 def test_no_job_ends_and_no_cut_is_made_before_it_is_known_what_is_lost(seed: int) -> None:
-    """A worker died with a push that the network lacks, and its successor has nothing left to push."""
+    """A worker died with a push that the network lacks, and its successor has nothing left to push; or with
+    one that the network has, and nobody else yet."""
     assert simulate(seed, protected=True).violations == []
 
 

@@ -357,6 +357,9 @@ class Cluster:
     def __post_init__(self) -> None:
         self.network = Network(self.seed, self.weather)
         self.random = self.network.random
+        slots = range(self.plan.servers)
+        near = self.plan.neighbours
+        self.network.unconnected = {(a, b) for a in slots for b in slots if b not in near[a]}
         self.servers: dict[int, Server] = {}
         self.recoveries: list[Recovery] = []
         """Of all servers that there have ever been."""

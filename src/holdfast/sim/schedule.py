@@ -211,8 +211,9 @@ class _Schedule:
     def _leaves_paths(self, one: Peer, server: int) -> bool:
         """Whether more than one other server could pass messages on if this link were cut, too."""
         target = Peer("server", server)
-        others = [Peer("server", s) for s in range(self._cluster.plan.servers)]
-        between = [p for p in others if p not in (one, target)]
+        near = self._cluster.plan.neighbours
+        slots = near[server] & near[one.slot] if one.role == "server" else near[server]
+        between = [Peer("server", slot) for slot in slots if slot != one.slot or one.role != "server"]
         cut = self._network.is_cut
         if sum(not cut(one, p) and not cut(p, target) for p in between) < 2:
             return False

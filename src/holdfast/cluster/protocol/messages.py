@@ -196,6 +196,8 @@ class WorkerMark(Struct, frozen=True, array_like=True):
     """The one that waits for its commit; 0: none."""
     kept: int = 0
     """The last one that no failure which the code covers can undo."""
+    contained: int = 0
+    """The last one that is in the server's rows of the network, where it took those from a worker."""
 
 
 class Instant(Struct, frozen=True, array_like=True):
@@ -249,6 +251,8 @@ class Redundancy(Struct, frozen=True, array_like=True):
     """Whether rows of the network are lost that only workers had copies of, or that no version has."""
     updates_lost: int = 0
     """Pushes that the network lacks for good: the worker that had the only newer copy died, too."""
+    updates_ahead: int = 0
+    """Pushes that the network contains and that do not count yet: their workers will send them again."""
 
 
 class Figures(Struct, frozen=True, array_like=True):
@@ -367,6 +371,9 @@ class WorkerInView(Struct, frozen=True, array_like=True):
     batch: Position = Position()
     settle: int = -1
     """-1: nothing to settle yet."""
+    owes: int = 0
+    """The last one that some server has, in whatever way: the worker does all up to this one before it holds
+    or ends."""
     test: int = 0
     """The number of the newest test that it is to run."""
 

@@ -163,6 +163,18 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
         return Placement(self.servers, self.k, self.r, self.rings)
 
     @cached_property
+    def neighbours(self) -> tuple[frozenset[int], ...]:
+        """Of each server, those that it is connected to: those that it has stripes in common with, and the
+        two beside it, so that there is a way round a broken link without a code, too."""
+        coded = [placement for placement in self.placements if placement.r]
+        found = []
+        for slot in range(self.servers):
+            beside = {(slot - 1) % self.servers, (slot + 1) % self.servers}
+            near = {other for placement in coded for other in placement.neighbours(slot)}
+            found.append(frozenset((beside | near) - {slot}))
+        return tuple(found)
+
+    @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """Where the rows of each group lie."""
         copies = self.r if self.dense == "replicate" else 0

@@ -64,14 +64,21 @@ class Routes:
         way.doubts += 1
         if way.doubts < _DOUBTS:
             return
-        relays = [p.slot for p in self._servers() if p not in (self._me, target)]
-        choices = [*relays, None]
+        choices = [*self._relays(target), None]
         # Those who come after this one do not begin with a way that led nowhere for it.
         at = way.turn + self._me.slot + self._me.incarnation
         self._take(way, choices[at % len(choices)], now)
         way.chosen = True
         way.turn += 1
         way.doubts = _DOUBTS - 1  # if this one is no good either, the next is tried
+
+    def _relays(self, target: Peer) -> list[int]:
+        """Servers that could pass messages on: those that are connected to both ends, if they are servers."""
+        slots = [peer.slot for peer in self._servers() if peer not in (self._me, target)]
+        for end in (self._me, target):
+            if end.role == "server":
+                slots = [slot for slot in slots if slot in self._plan.neighbours[end.slot]]
+        return slots
 
     def trust(self, source: Peer, now: float) -> None:
         """Something was answered: the way is good."""

@@ -217,6 +217,11 @@ class Contents:
         self._installing.offer(source, message, update)
 
     @property
+    def ahead(self) -> int:
+        """Pushes that the rows contain and that were not applied yet."""
+        return sum(max(0, mark - self._ledger.applied(worker)) for worker, mark in enumerate(self.marks))
+
+    @property
     def is_behind(self) -> bool:
         """Whether pushes that count are lacking: a worker will send them again, or say that it cannot."""
         return any(mark < self._ledger.applied(worker) for worker, mark in enumerate(self.marks))

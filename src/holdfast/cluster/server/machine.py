@@ -276,7 +276,8 @@ class Server:
         recovery = self.recovery
         left = recovery is not None and recovery.left > 0
         lost = recovery is not None and (recovery.lost(), recovery.network_lost)
-        updates = (self.contents.lost, self.contents.is_behind) if self.contents is not None else None
+        contents = self.contents
+        updates = (contents.lost, contents.is_behind, contents.ahead) if contents is not None else None
         return (
             self.restoring,
             self._saved(),
@@ -289,13 +290,18 @@ class Server:
 
     def marks(self) -> tuple[WorkerMark, ...]:
         """Where every worker stands."""
-        return tuple(replace(mark, kept=self._kept.kept(mark.slot)) for mark in self._ledger.marks())
+        contained = self.contents.marks if self.contents is not None else [0] * self.plan.workers
+        return tuple(
+            replace(mark, kept=self._kept.kept(mark.slot), contained=contained[mark.slot])
+            for mark in self._ledger.marks()
+        )
 
     def redundancy(self) -> Redundancy:
         """What is still to be brought back."""
         not_installed, network_lost = self._not_installed(), self._installing.lost
         lacking = not_installed if self.me.incarnation > 1 else 0
-        updates_lost = self.contents.lost if self.contents is not None else 0
+        contents = self.contents
+        updates_lost, ahead = (contents.lost, contents.ahead) if contents is not None else (0, 0)
         if self.protection is None:
             return replace(
                 self.rolled_back,
@@ -303,6 +309,7 @@ class Server:
                 not_installed=not_installed,
                 network_lost=network_lost,
                 updates_lost=updates_lost,
+                updates_ahead=ahead,
             )
         recovery, rebuilding = self.recovery, self.rebuilding
         network_lost = network_lost or (recovery is not None and recovery.network_lost)
@@ -324,6 +331,7 @@ class Server:
             not_installed=not_installed,
             network_lost=network_lost,
             updates_lost=updates_lost,
+            updates_ahead=ahead,
         )
 
     def _not_installed(self) -> int:

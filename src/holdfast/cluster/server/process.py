@@ -89,9 +89,7 @@ class _Connect:
     def __init__(self, server: Server, transport: ZmqTransport) -> None:
         self._server, self._transport = server, transport
         self._by: View | None = None
-        placements = server.plan.placements
-        near = (n for placement in placements if placement.r for n in placement.neighbours(server.me.slot))
-        self._neighbours = set(near)
+        self._neighbours = server.plan.neighbours[server.me.slot]
 
     def __call__(self) -> None:
         view = self._server.view

@@ -200,7 +200,9 @@ class Supervisor:
         asked for: the same number would then stand for two instants.
         """
         going = self.view.phase in ("running", "ending") and self.cut is None
-        return going and all(s.follows(self._first) and s.whole for s in self.servers)
+        # What is ahead is caught up with, unless the job ends before that.
+        ahead = self.view.phase == "running" and any(s.ahead for s in self.servers)
+        return going and not ahead and all(s.follows(self._first) and s.whole for s in self.servers)
 
     @property
     def degraded(self) -> bool:
@@ -326,7 +328,9 @@ class Supervisor:
             # With atomic pushes all marks are equal by now. Without, some servers may be one batch ahead: it
             # is computed again, and they recognise its number.
             last = min(marks, key=lambda mark: mark.sequence)
-            self._views.change_worker(worker.slot, starts=True, sequence=last.sequence, batch=last.batch)
+            owes = max(mark.contained for mark in marks)
+            sequence, batch = last.sequence, last.batch
+            self._views.change_worker(worker.slot, starts=True, sequence=sequence, batch=batch, owes=owes)
             worker.stage = "started"
             self.events.append(worker.event("worker_started", sequence=last.sequence))
         else:
@@ -364,6 +368,9 @@ class Supervisor:
             if not tests.has_tested(steps):
                 self._views.change_worker(tester.slot, test=tests.begin(steps))
             elif self._keeper is None or self._keeper.may_stop(self, now):
+                self.events += [
+                    s.event("network_updates_lost", updates=s.ahead) for s in self.servers if s.ahead
+                ]
                 self.finished = True
                 self._views.change(phase="stopping")
         elif not tests.waiting and tests.is_due(steps):

@@ -73,6 +73,11 @@ class ServerMember(Member):
         return whole and self.stage == "started" and bool(self.marks) and not self.recovering
 
     @property
+    def ahead(self) -> int:
+        """Pushes that its network contains and that do not count yet."""
+        return self.beat.redundancy.updates_ahead if self.beat is not None else 0
+
+    @property
     def sound(self) -> bool:
         """Whether it has all of its rows and parities: another may be lost."""
         return self.whole and self.beat is not None and not self.beat.redundancy.parities

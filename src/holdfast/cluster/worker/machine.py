@@ -140,9 +140,8 @@ class Worker:
         return self.view.phase != "ending" or (not self._fed and self._owes())
 
     def _owes(self) -> bool:
-        """Whether a predecessor left a batch that only some servers have applied: it comes before all
-        else."""
-        return self.started is not None and self.applied < self.started.settle
+        """Whether a predecessor left a batch that only some servers have: it comes before all else."""
+        return self.started is not None and self.applied < max(self.started.settle, self.started.owes)
 
     def feed(self, item: Item | None, now: float) -> None:
         """Take the next batch; None when there is none."""

@@ -66,6 +66,8 @@ class Network:
         self._slow: dict[_Link, tuple[float, float]] = {}
         self._last: dict[tuple[Peer, Peer], float] = {}
         self._routes: set[tuple[Peer, Peer]] = set()
+        self.unconnected: set[tuple[int, int]] = set()
+        """Slots of servers that have no connection to each other."""
 
     def add(self, node: Node) -> None:
         """A node comes to life."""
@@ -131,6 +133,11 @@ class Network:
         counts["sent"] += 1
         if source.role == "worker":
             self._routes.add((target, source))  # they connect, even if what is said is lost
+        elif (
+            source.role == target.role and self.unconnected and (source.slot, target.slot) in self.unconnected
+        ):
+            counts["without a route"] += 1
+            return
         elif target.role == "worker" and source.role == "server" and (source, target) not in self._routes:
             counts["without a route"] += 1  # workers connect to servers, who have no way to them before that
             return
