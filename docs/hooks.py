@@ -19,7 +19,12 @@ from mkdocs.structure.pages import Page
 import holdfast
 
 ROOT = Path(__file__).parents[1]
-FROM_ROOT = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+FROM_ROOT = {  # where files of the root folder are on the site
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "SECURITY.md": "SECURITY.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
 API_TITLE = "API reference"
 
 # Every public name is in one group: a new one without a group fails the build.
@@ -51,16 +56,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for names in grouped().values():
         for name in names:
             files.append(File.generated(config, page_of(name), content=f"::: holdfast.{name}\n"))
-    for name in FROM_ROOT:
-        if (ROOT / name).exists() and name not in files.src_uris:
-            files.append(File.generated(config, name, content=(ROOT / name).read_text()))
+    for name, uri in FROM_ROOT.items():
+        files.append(File.generated(config, uri, content=(ROOT / name).read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links, and put blank lines where Python-Markdown needs them."""
     uri = page.file.src_uri
-    folder = ROOT if uri in FROM_ROOT else (ROOT / "docs" / uri).parent
+    folder = ROOT if uri in FROM_ROOT.values() else (ROOT / "docs" / uri).parent
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()
@@ -68,7 +72,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return found[0]
         path = Path(os.path.normpath(folder / target))
         if path.parent == ROOT and path.name in FROM_ROOT:
-            on_site = path.name
+            on_site = FROM_ROOT[path.name]
         elif path.is_relative_to(ROOT / "docs"):
             on_site = path.relative_to(ROOT / "docs").as_posix()
         elif path.exists():
