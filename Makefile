@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # Jobs with failures on virtual time that `make soak` runs.
 SCHEDULES ?= 10000
 
-.PHONY: venv demo test lint bench soak clean
+.PHONY: venv demo docs test lint bench soak clean
 
 venv: $(VENV)/installed
 
@@ -20,6 +20,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: venv
 	$(BIN)/holdfast train docs/examples/demo.yaml
+
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 lint: venv
 	$(BIN)/ruff format --check .
@@ -37,4 +41,4 @@ soak: venv
 	$(PYTEST) -m soak -o faulthandler_timeout=3600
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from holdfast.cli import app
 from holdfast.training.config import JobConfig
+from tests.blocks import DOCS, ROOT, Follower, blocks_of, prose_of
 
-DOCS = Path(__file__).parents[1] / "docs"
-SOURCES = Path(__file__).parents[1] / "src" / "holdfast"
+SOURCES = ROOT / "src" / "holdfast"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def test_the_complete_example_of_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +55,56 @@ def test_the_first_example_of_jobs(
     assert last.endswith(" 300 1")
 
 
+def test_the_own_model_of_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(DOCS / "examples" / "own_model.py", tmp_path)
+    Follower(tmp_path).run("python own_model.py clicks.npz")
+    example = next(block.code for block in blocks_of(DOCS / "jobs.md") if "own_model:build" in block.code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(compile(example.replace("servers=2", "servers=2, max_steps=20"), "jobs.md", "exec"), {})  # noqa: S102
+    assert 0 < float(capsys.readouterr().out) < 1
+
+
+def test_the_own_model_of_training(tmp_path: Path) -> None:
+    shutil.copy(DOCS / "examples" / "own_model.py", tmp_path)
+    example = next(block.code for block in blocks_of(DOCS / "training.md") if "own_model:build" in block.code)
+    made, trained = example.splitlines()
+    missing = Follower(tmp_path).run(f"! {trained} 2>&1")
+    assert missing.splitlines() == [
+        "error: clicks.npz does not exist: make it with `python own_model.py clicks.npz`"
+    ]
+    assert "test AUC" in Follower(tmp_path).run(f"{made}\n{trained} --set threads=1")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_are_python(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.language == "python":
+            ast.parse(block.code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    """Of every line that a reader can copy, whether a test runs it or not."""
+    root = get_command(app)
+    for block in blocks_of(page):
+        if block.language != "sh":
+            continue
+        for line in block.code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if not words or Path(words[0]).name != "holdfast":
+                continue
+            command: Any = root
+            for word in words[1:]:
+                command = getattr(command, "commands", {}).get(word, command)
+            known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+            used = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+            assert command is not root, line
+            assert used <= known | {"--help"}, line
+
+
 def test_every_key_of_a_job_is_documented() -> None:
     keys = {f"job.{name}" for name in JobConfig.__struct_fields__}
     assert keys <= set(re.findall(r"`(job\.\w+)`", (DOCS / "jobs.md").read_text()))
@@ -56,8 +112,8 @@ def test_every_key_of_a_job_is_documented() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", prose_of(page)):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 

@@ -9,19 +9,33 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CHECKPOINTER, JOB = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_examples_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    # The same code on less data: examples show sizes that take a while.
-    code = EXAMPLES[number].replace("samples=100_000", "samples=6_000")
-    exec(compile(code, f"README example {number}", "exec"), {"__name__": "readme"})  # noqa: S102
+def run(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})  # noqa: S102
 
 
-def test_there_are_examples() -> None:
-    assert EXAMPLES
+def test_the_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # the second start finds that all is done
+        run(CHECKPOINTER, tmp_path, monkeypatch)
+        assert len(list((tmp_path / "run1" / "dense").iterdir())) == 10
+
+
+def test_the_job_survives_the_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smaller = JOB.replace("samples=500_000, batch_size=1024", "samples=60_000, batch_size=200")
+    assert smaller != JOB
+    run(smaller, tmp_path, monkeypatch)
+    assert capsys.readouterr().out.endswith(" 300 1\n")  # batches, servers replaced
+
+
+def test_it_is_short_and_shows_a_picture() -> None:
+    assert len(README.splitlines()) <= 150
+    picture = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert [(ROOT / path).stat().st_size <= 150_000 for path in picture] == [True]
 
 
 def test_its_links_lead_somewhere() -> None:

@@ -1,5 +1,6 @@
 """A model and a reader of your own, by import path:
 
+    python own_model.py clicks.npz    # makes up some clicks
     holdfast train --set model=own_model:build --set data.build=own_model:reader \
         --set data.arguments.path=clicks.npz
 
@@ -11,7 +12,9 @@ context [n, 3] and click [n].
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -101,7 +104,24 @@ class Clicks:
 
 def reader(part: str, batch_size: int, path: str) -> Clicks:
     """The first nine tenths to train on, the rest to test."""
+    if not Path(path).exists():
+        raise hf.DataError(f"{path} does not exist: make it with `python own_model.py {path}`")
     arrays = dict(np.load(path))
     cut, end = len(arrays["click"]) * 9 // 10, len(arrays["click"])
     first, last = (0, cut) if part == "train" else (cut, end)
     return Clicks(arrays, first, last, batch_size)
+
+
+def make_clicks(path: str, samples: int = 100_000) -> None:
+    """Made-up clicks: users like items with the last digit of their own number, if the context is good."""
+    random = np.random.default_rng(1)
+    user, item = random.integers(0, 5_000, samples), random.integers(0, 2_000, samples)
+    history = np.where(random.random((samples, 5)) < 0.7, random.integers(0, 2_000, (samples, 5)), -1)
+    context = random.normal(size=(samples, 3)).astype(np.float32)
+    liked = 2.0 * (user % 10 == item % 10) + context[:, 0] - 0.5
+    click = random.random(samples) < 1 / (1 + np.exp(-liked))
+    np.savez(path, user=user, item=item, history=history, context=context, click=click)
+
+
+if __name__ == "__main__":
+    make_clicks(sys.argv[1])
