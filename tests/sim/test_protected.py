@@ -140,6 +140,7 @@ def test_who_does_not_vote_is_not_waited_for_for_good() -> None:
     """A server that dies before it has said what its parities are takes its vote with it."""
     cluster = Cluster(counting_plan(servers=4, workers=1, atomic=False, k=2, r=2), 5, 400)
     voting = cluster.servers[0].rebuilding
+    assert voting is not None
     cluster.network.run(lambda: False, 1.0)
     voting._ask_others(0, 0, np.arange(2), cluster.network.now)
     cluster.kill("server", 1, noticed=True)

@@ -8,10 +8,10 @@
             ckpt.step(step)                          # saves when the policy says so, and returns at once
 
 What happens in a save: rows that were looked up since the last one are copied with their optimizer state
-(``tracker.py`` knows which, ``writer.py`` copies), and so is everything else in the objects
-(``torch_state.py``). A thread writes them as chunk files (``chunk.py``) that the strategy arranges
-(``shard.py``, ``strategies/``), and publishes a manifest (``catalog.py``), which makes the version exist.
-A restore reads the pieces that its version needs, once each (``restore.py``), into the live tensors.
+(``memory/tracker.py`` knows which, ``saving/writer.py`` copies), and so is everything else in the objects
+(``torch/state.py``). A thread writes them as chunk files (``format/chunk.py``) that the strategy arranges
+(``layout/``), and publishes a manifest (``saving/catalog.py``), which makes the version exist.
+A restore reads the pieces that its version needs, once each (``reading/version.py``), into the live tensors.
 """
 
 from __future__ import annotations

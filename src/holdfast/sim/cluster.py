@@ -29,7 +29,7 @@ from holdfast.cluster.protocol.messages import (
 from holdfast.cluster.protocol.plan import JobPlan, LaneOptions, Timing
 from holdfast.cluster.redundancy.recover import Recovery
 from holdfast.cluster.runtime.transport.memory import CALM, Network, Weather
-from holdfast.cluster.server.machine import Server
+from holdfast.cluster.server.machine import Opened, Saver, Server
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.cluster.supervisor.members import Failure
 from holdfast.cluster.supervisor.watch import SupervisorWatch
@@ -375,18 +375,16 @@ class Cluster:
         fresh = self.plan.resume is None
         peer = Peer("server", slot, incarnation)
         server = self.server_class(peer, self.plan, f"s{slot}.{incarnation}", fresh=fresh)
-        self.give_saver(server)
+        server.open(Opened(self.saver_of(server), saved=LastCopy(self, server)))
         if server.recovery is not None:
             self.recoveries.append(server.recovery)
-            if self.plan.beyond == "rows":
-                server.recovery.saved = LastCopy(self, server)
         self.servers[slot] = server
         self.network.add(server)
 
-    def give_saver(self, server: Server) -> None:
+    def saver_of(self, server: Server) -> Saver:
         """Who saves its rows."""
-        saver = Copies(server, self.savers.get(server.me.slot))
-        self.savers[server.me.slot] = server.saver = saver
+        saver = self.savers[server.me.slot] = Copies(server, self.savers.get(server.me.slot))
+        return saver
 
     def start_supervisor(self) -> None:
         """Start it, or start it again."""
@@ -483,8 +481,8 @@ class Cluster:
         for slot, server in self.servers.items():
             current = self.supervisor.servers[slot].incarnation == server.me.incarnation
             alive = server.me in self.network.nodes and not self.network.paused(server.me)
-            recovery = server.recovery
-            whole = (recovery is None or not recovery.left) and not server.rebuilding.lacking()
+            recovery, rebuilding = server.recovery, server.rebuilding
+            whole = (recovery is None or not recovery.left) and not (rebuilding and rebuilding.lacking())
             if not (current and alive and whole and server.started.epoch):
                 found.add(slot)
         return found

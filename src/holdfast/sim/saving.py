@@ -24,7 +24,7 @@ from holdfast.cluster.saving.coordinator import Versions
 from holdfast.cluster.saving.layout import job_state
 from holdfast.cluster.saving.resume import read_tree, restore_rows
 from holdfast.cluster.saving.shard_saver import ShardSaver
-from holdfast.cluster.server.machine import Server
+from holdfast.cluster.server.machine import Saver, Server
 from holdfast.coding.placement import Placement
 from holdfast.sim.cluster import Cluster, SimSupervisor, counts
 from holdfast.tables.shard import GroupShard
@@ -122,16 +122,17 @@ class SavedCluster(Cluster):
     compute_seconds: float = 0.05
     keepers: list[Versions] = field(default_factory=list)
 
-    def give_saver(self, server: Server) -> None:
+    def saver_of(self, server: Server) -> Saver:
         """A real one, over a store of its own."""
         plan = self.plan
         store = self._store(self.server_files())
         runs = Later(self.network, lambda: server.me in self.network.nodes, lambda: None)
-        server.saver = saver = ShardSaver(plan, server.me.slot, server.shards, store, runs)
+        saver = ShardSaver(plan, server.me.slot, server.shards, store, runs)
         if plan.resume is not None:
             version = restore_rows(plan, server.shards, store, plan.resume.version)
             if plan.resume.continues:
                 saver.resume(version)
+        return saver
 
     def start_supervisor(self) -> None:
         """Start it, or start it again: the lock of one that died is free."""

@@ -3,7 +3,7 @@
 A table has fields (its weights, each optimizer state that has one entry a row); a row's record is its
 fields side by side. Here a field is a C-contiguous uint8 array [rows, bytes]: nothing below knows floats,
 so nothing can be rounded or forgotten. Where the policy says so, a codec turns a field's floats into fewer
-bytes on their way to the store (``encoding.py``) and back (``restore.py``); what lies between moves bytes.
+bytes on their way to the store (``encoding.py``) and back (``reading/``); what lies between moves bytes.
 
 Tables whose records look alike form a *group* and share one numbering: row ``i`` of a table is row
 ``table.first + i`` of its group. So a model of hundreds of small tables is saved in a few large pieces.

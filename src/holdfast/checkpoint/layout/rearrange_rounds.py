@@ -39,7 +39,7 @@ class _OpenFile:
 
 
 class Rounds:
-    """Every few versions, rewrites the files of which most has died; see ``strategies/rounds.py``."""
+    """Every few versions, rewrites the files of which most has died; see ``rounds.py``."""
 
     def __init__(self, groups: Sequence[Group], strategy: Chunked, files: FileWriter) -> None:
         self.groups = tuple(groups)

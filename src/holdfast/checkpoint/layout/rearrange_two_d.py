@@ -1,6 +1,6 @@
 """The "2d" layout on files: a round after every version, its chunks put together in bundles.
 
-What is taken out and what is left are decided in ``strategies/two_d.py``. A round writes two files
+What is taken out and what is left are decided in ``two_d.py``. A round writes two files
 (section 4.4): all chunks that it leaves in row 0, and all that it takes out. The chunks' old places are
 dead from then on; IncrCP keeps a bundle until its last chunk is dead. Here one that is mostly dead is
 emptied into the files of the next round.
@@ -145,7 +145,7 @@ class TwoD:
         return files
 
     def _pieces(self, chunk: Chunk, rows: Rows, died: int) -> list[NewPiece]:
-        # The rank is the column: see the argument in strategies/two_d.py.
+        # The rank is the column: see the argument in two_d.py.
         return self._writer.cut(NewPiece(chunk.group, chunk.born, rows, chunk.born, died))
 
     def _what_stays(self, gone: Collection[Key]) -> tuple[tuple[str, ...], tuple[FileEntry, ...]]:

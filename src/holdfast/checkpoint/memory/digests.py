@@ -1,6 +1,6 @@
 """A digest of every row as it was last saved: the net below tracking, and a way to track any optimizer.
 
-Which rows change is known from lookups and gradients (``torch_watch.py``). Digests serve where that is not
+Which rows change is known from lookups and gradients (``torch/watch.py``). Digests serve where that is not
 enough. A table of which any row may have changed (Adam on dense gradients, a hook that writes) is compared
 with its digests at a save, and only the rows that differ are saved. And a little at a time, all rows that are
 *not* marked are compared too: one that differs has changed unseen.

@@ -421,7 +421,7 @@ class Saved(Struct, frozen=True, array_like=True, tag="saved"):
     live_bytes: int = 0
     """That a restore reads of this server's files, beyond the full version."""
     kind: str = ""
-    """Of the error (see ``unsaved.REASONS``)."""
+    """Of the error (see ``report.result.REASONS``)."""
 
 
 class NodeStatus(Struct, frozen=True, array_like=True):

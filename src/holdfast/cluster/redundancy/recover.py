@@ -76,9 +76,18 @@ class Recovery:
         plan: the job's.
         shards: the server's, without rows.
         protection: of this server.
+        on_rows: called when rows have come back.
+        on_lost: called with rows of a group that are lost.
     """
 
-    def __init__(self, plan: JobPlan, shards: Sequence[GroupShard], protection: Protection) -> None:
+    def __init__(
+        self,
+        plan: JobPlan,
+        shards: Sequence[GroupShard],
+        protection: Protection,
+        on_rows: Callable[[], None],
+        on_lost: Callable[[int, NDArray[np.int64]], None],
+    ) -> None:
         self.recovered = 0
         self.went_back = Redundancy()
         """How many rows of tables were lost and went back to what was saved, and to which version."""
@@ -89,10 +98,7 @@ class Recovery:
         self._lost: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
         self.hurry = False
         """Whether nobody trains meanwhile."""
-        self.on_rows: Callable[[], None] = lambda: None
-        """Called when rows have come back."""
-        self.on_lost: Callable[[int, NDArray[np.int64]], None] = lambda group, rows: None
-        """Called with rows of a group that are lost."""
+        self._on_rows, self._on_lost = on_rows, on_lost
         self._plan = plan
         self._shards = shards
         self._protection = protection
@@ -289,7 +295,7 @@ class Recovery:
             rows = self._shards[ask.group].rows_of(places)
             self._lost[ask.group].append(rows)
             self._going_back.append(ask)
-            self.on_lost(ask.group, rows)
+            self._on_lost(ask.group, rows)
 
     def _go_back(self, saved: SavedRecords, now: float) -> None:
         """Give lost rows what was saved of them, and let no parity count that contains what they were."""
@@ -315,7 +321,7 @@ class Recovery:
         self._going_back.clear()
         if not self.left:
             self.saved = None  # it takes as much memory as the rows
-        self.on_rows()
+        self._on_rows()
 
     def _solve(self, ask: _Ask, now: float) -> None:
         """All parity servers have answered."""
@@ -344,7 +350,7 @@ class Recovery:
             share = 1.0 if self.hurry else self._plan.lanes.share
             self._scan_at = now + (now - ask.began) * (1 / share - 1)
         if not ask.wave or all(other.wave != ask.wave for other in self._asks.values()):
-            self.on_rows()
+            self._on_rows()
         self._scan(now)
 
     def _again(

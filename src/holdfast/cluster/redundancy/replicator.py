@@ -62,6 +62,8 @@ class Protection:
         applied: says which push of a worker was applied last; asked at every push, so it must be quick.
         fresh: whether all rows of the job have their first values; otherwise parities come from rows.
         lacks: which of the records of a group this server lacks (see ``recover``).
+        on_change: called after a part of a batch was applied to parities, or undone.
+        on_values: called with records that were read from an owner, at their place in its lane.
         doubt: called with a server that has not answered (see ``routes``).
     """
 
@@ -76,6 +78,8 @@ class Protection:
         *,
         fresh: bool,
         lacks: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
+        on_change: Callable[[StripePart, Blocks, Records], None],
+        on_values: Callable[[Peer, Values, Sequence[Frame]], None],
         doubt: Callable[[Peer, float], None] = lambda target, now: None,
     ) -> None:
         self.me = me
@@ -90,9 +94,7 @@ class Protection:
         """The last batch of own changes."""
         self.stable = 0
         """The newest that all parity servers have."""
-        self.on_change: Callable[[StripePart, Blocks, Records], None] = lambda part, blocks, records: None
-        """Called after a part of a batch was applied to parities, or undone."""
-        self.on_values: Callable[[Peer, Values, Sequence[Frame]], None] = lambda source, values, frames: None
+        self._on_change, self._on_values = on_change, on_values
         self._shards = shards
         self._marks, self._applied = marks, applied
         self._lacks = lacks
@@ -289,7 +291,7 @@ class Protection:
         elif isinstance(message, Forget):
             self._forget(source.slot, message, frames)
         else:
-            self.on_values(source, message, frames)
+            self._on_values(source, message, frames)
         lane.take(message, frames)
 
     def progress(self, slot: int) -> LaneState:
@@ -346,7 +348,7 @@ class Protection:
 
     def _apply(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
         self.parities[part.group].change(part.parity, part.member, blocks, differences)
-        self.on_change(part, blocks, differences)
+        self._on_change(part, blocks, differences)
 
     # Who the others are
 

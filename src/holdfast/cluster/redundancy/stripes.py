@@ -85,7 +85,7 @@ class Rebuilding:
 
     Args:
         plan: the job's.
-        protection: of this server; it hands over values and changes.
+        protection: of this server; whoever made it hands over the values and changes that it gets.
     """
 
     def __init__(self, plan: JobPlan, protection: Protection) -> None:
@@ -103,8 +103,6 @@ class Rebuilding:
         self._scrub_at = 0.0
         self._scrub_cursor = 0
         self._votes: dict[int, _Vote] = {}
-        protection.on_values = self.take_values
-        protection.on_change = self.note_change
 
     # For a server that lost rows
 

@@ -60,7 +60,7 @@ def run_node(
     until: Callable[[], bool],
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a machine until the condition holds; ``prepare`` is called before something is sent."""
+    """Run a machine until the condition holds; ``prepare`` is called before anything is sent."""
     # What was loaded and compiled stays: to look through it again and again was a tenth of a server's time.
     gc.freeze()
     next_tick = 0.0
@@ -69,6 +69,7 @@ def run_node(
         if now >= next_tick:
             next_tick = now + TICK_SECONDS
             node.tick(now)
+            prepare()
             flush(node, transport)
         for envelope in transport.poll(max(0.0, next_tick - time.monotonic())):
             node.receive(envelope, time.monotonic())

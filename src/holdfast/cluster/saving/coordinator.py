@@ -79,7 +79,7 @@ class _Save:
 
 
 class Versions:
-    """Saves a job; implements ``membership.Keeper``.
+    """Saves a job; implements ``supervisor.machine.Keeper``.
 
     Args:
         plan: the job's.

@@ -1,15 +1,14 @@
 """Going on from a checkpoint, with as many servers and workers as one likes.
 
 ``find_resume`` chooses the version before anything is started; each server then reads its own rows of it with
-``restore_rows`` (``prepare_saving``). Nothing here loads torch.
+``restore_rows`` (``open_rows``). Nothing here loads torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,11 +21,11 @@ from holdfast.checkpoint.format.records import Rows
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.reading.version import VersionReader, open_version
 from holdfast.checkpoint.store import Store, open_store
-from holdfast.cluster.protocol.messages import Redundancy
+from holdfast.cluster.protocol.messages import Peer, Redundancy
 from holdfast.cluster.protocol.plan import JobPlan, Resume
 from holdfast.cluster.saving.layout import check_fit, encoder_of, job_state, network_records, saving_of
 from holdfast.cluster.saving.shard_saver import Runs, ShardSaver
-from holdfast.cluster.server.machine import Server
+from holdfast.cluster.server.machine import Opened
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, StoreError, message_of
 from holdfast.options import Full
 from holdfast.tables.shard import GroupShard, Records
@@ -172,64 +171,65 @@ def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> Redu
 
 
 class SavedRows:
-    """What was last saved of a server's rows: read when it is first asked for, behind the server's back.
+    """What was last saved of a server's rows: read when it is first asked for, in the background.
 
     Args:
-        server: whose rows; if they cannot be read, that is its error.
+        plan: the job's.
+        slot: the server's.
         store: where they were saved.
         runs: reads them.
     """
 
-    def __init__(self, server: Server, store: Store, runs: Runs) -> None:
-        self._server, self._store, self._runs = server, store, runs
+    def __init__(self, plan: JobPlan, slot: int, store: Store, runs: Runs) -> None:
+        self._plan, self._slot, self._store, self._runs = plan, slot, store, runs
         self._asked = False
         self._found: tuple[Sequence[Records], Redundancy] | None = None
+        self._error: Exception | None = None
 
     def get(self) -> tuple[Sequence[Records], Redundancy] | None:
-        """The records of each group, and which version they are of; None: not yet."""
+        """The records of each group, and which version they are of; None: not yet.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
         if not self._asked:
             self._asked = True
             self._runs.submit(self._read)
+        if self._error is not None:
+            raise StoreError(message_of(self._error)) from self._error
         return self._found
 
     def _read(self) -> None:
-        server, plan = self._server, self._server.plan
-        with _failing(server):
+        plan = self._plan
+        try:
             shards = [
-                GroupShard(group, placement, server.me.slot, plan.seed, empty=True)
+                GroupShard(group, placement, self._slot, plan.seed, empty=True)
                 for group, placement in zip(plan.groups, plan.placements, strict=True)
             ]
             back = roll_back(plan, shards, self._store)
             self._found = [shard.records for shard in shards], back
+        except Exception as error:
+            traceback.print_exc()
+            self._error = error
 
 
-def prepare_saving(server: Server) -> None:
-    """Open the store and read what rows there are; what goes wrong ends the job."""
-    plan, slot, shards = server.plan, server.me.slot, server.shards
-    with _failing(server):
-        store = open_saving(plan)
-        runs = ThreadPoolExecutor(1, "holdfast-save")
-        saver = ShardSaver(plan, slot, shards, store, runs)
-        if plan.resume is not None and server.me.incarnation == 1:
-            version = restore_rows(plan, shards, store, plan.resume.version)
-            if plan.resume.continues:
-                saver.resume(version)
-        if server.me.incarnation > 1:
-            if plan.partial:
-                server.rolled_back = roll_back(plan, shards, store)
-            if plan.beyond == "rows" and server.recovery is not None:
-                server.recovery.saved = SavedRows(server, store, runs)
-            for shard in shards:  # what its predecessor had marked went with it
-                shard.mark_all()
-        server.saver = saver
-    server.restoring = False  # last: the job starts with this
+def open_rows(plan: JobPlan, me: Peer, shards: Sequence[GroupShard]) -> Opened:
+    """Open a server's store, and read what rows there are into its shards.
 
-
-@contextlib.contextmanager
-def _failing(server: Server) -> Iterator[None]:
-    """What goes wrong is the server's error: the job ends with it."""
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc()
-        server.error = message_of(error)
+    Nobody else may use the shards meanwhile. Raises whatever goes wrong with a store.
+    """
+    store = open_saving(plan)
+    runs = ThreadPoolExecutor(1, "holdfast-save")
+    saver = ShardSaver(plan, me.slot, shards, store, runs)
+    rolled_back, saved = Redundancy(), None
+    if plan.resume is not None and me.incarnation == 1:
+        version = restore_rows(plan, shards, store, plan.resume.version)
+        if plan.resume.continues:
+            saver.resume(version)
+    if me.incarnation > 1:
+        if plan.partial:
+            rolled_back = roll_back(plan, shards, store)
+        saved = SavedRows(plan, me.slot, store, runs)
+        for shard in shards:  # what its predecessor had marked went with it
+            shard.mark_all()
+    return Opened(saver, rolled_back, saved)

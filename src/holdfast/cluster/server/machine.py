@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -44,12 +45,14 @@ from holdfast.cluster.protocol.stripe_messages import (
     LaneMessage,
     ReadStripes,
     Recover,
+    StripePart,
     Syndromes,
     Taken,
     Values,
 )
 from holdfast.cluster.protocol.wire import Message
-from holdfast.cluster.redundancy.recover import Recovery
+from holdfast.cluster.redundancy.parity import Blocks, Records
+from holdfast.cluster.redundancy.recover import Recovery, SavedRecords
 from holdfast.cluster.redundancy.replicator import Protection
 from holdfast.cluster.redundancy.stripes import Rebuilding
 from holdfast.cluster.server.deferred import Waiting
@@ -57,6 +60,7 @@ from holdfast.cluster.server.durability import KeptPushes
 from holdfast.cluster.server.initial_values import Contents, Installing
 from holdfast.cluster.server.ledger import PushLedger
 from holdfast.cluster.server.requests import Update, pulled_rows, pushed_rows, shard_of
+from holdfast.errors import HoldfastError, message_of
 from holdfast.tables.shard import GroupShard, digest
 
 if TYPE_CHECKING:
@@ -85,6 +89,18 @@ class Saver(Protocol):
         """What the supervisor must know of a version; None: not yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a server has of its store, once that is open and its rows are read."""
+
+    saver: Saver
+    """Who saves its rows."""
+    rolled_back: Redundancy = field(default_factory=Redundancy)
+    """Of partial recovery: what the rows went back to."""
+    saved: SavedRecords | None = None
+    """What was last saved of its rows: those that cannot be recovered go back to it."""
+
+
 class Server:
     """The machine of one server.
 
@@ -93,14 +109,16 @@ class Server:
         plan: the job's.
         endpoint: where it listens; it tells the supervisor.
         fresh: whether the job starts from first values, not from a checkpoint.
-        saver: who saves its rows; None if nobody does. It may be set later, before the job starts.
+        opens: whether a store is to be opened, and rows may be read from it: until ``open`` or ``fail`` the
+            job does not start.
         counters: of its transport.
         measure: tells bytes of memory and seconds of processor time of the process.
         pid: of the process.
         witness: compares what is recovered with what was lost; None if nobody does.
+        on_lost: called with rows of a group that cannot be recovered.
 
     Attributes:
-        restoring: whether rows are being read from a checkpoint: until then the job does not start.
+        saver: who saves its rows; None if nobody does, or not yet.
         error: why this server cannot go on; the job ends with it.
     """
 
@@ -111,11 +129,12 @@ class Server:
         endpoint: str = "",
         *,
         fresh: bool = True,
-        saver: Saver | None = None,
+        opens: bool = False,
         counters: Counters | None = None,
         measure: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
         pid: int = 0,
         witness: Witness | None = None,
+        on_lost: Callable[[int, NDArray[np.int64]], None] = lambda group, rows: None,
     ) -> None:
         self._measure = measure
         self._pid = pid
@@ -132,11 +151,10 @@ class Server:
         self.pushes = 0
         self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
         self._endpoint = endpoint
-        self.restoring = False
-        self.rolled_back = Redundancy()
-        """Of partial recovery: what the rows went back to."""
+        self._restoring = opens
+        self._rolled_back = Redundancy()
         self.error = ""
-        self.saver = saver
+        self.saver: Saver | None = None
         self._takes_first_values = fresh or plan.dense == "workers"
         self._counters = counters or Counters()
         self._cut = 0
@@ -146,13 +164,13 @@ class Server:
         self.routes = Routes(me, plan, self._started_servers)
         self._changed = False
         self.protection: Protection | None = None
+        self.rebuilding: Rebuilding | None = None
         self.recovery: Recovery | None = None
         if plan.r:
             self.protection = self._make_protection(fresh=fresh and not replaces)
             self.rebuilding = Rebuilding(plan, self.protection)
             if replaces:
-                self.recovery = Recovery(plan, self.shards, self.protection)
-                self.recovery.on_rows = self._serve_waiting
+                self.recovery = Recovery(plan, self.shards, self.protection, self._serve_waiting, on_lost)
         self._kept = KeptPushes(me, plan, self._ledger, self.protection, self.outbox)
         self._installing = Installing(me, plan, self.shards, self.outbox, self.routes.doubt)
         self.contents: Contents | None = None
@@ -172,11 +190,31 @@ class Server:
             self._ledger.applied,
             fresh=fresh,
             lacks=self._lacks,
+            on_change=self._note_change,
+            on_values=self._take_values,
             doubt=self.routes.doubt,
         )
         if self._witness is not None:
             self._witness.protection = protection
         return protection
+
+    def open(self, opened: Opened) -> None:
+        """The store is open, and what is to be read is read."""
+        self._rolled_back, self.saver, self._restoring = opened.rolled_back, opened.saver, False
+        if self.recovery is not None and self.plan.beyond == "rows":
+            self.recovery.saved = opened.saved
+
+    def fail(self, error: str) -> None:
+        """This server cannot go on."""
+        self.error = error
+
+    def _note_change(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
+        assert self.rebuilding is not None
+        self.rebuilding.note_change(part, blocks, differences)
+
+    def _take_values(self, source: Peer, message: Values, frames: Sequence[Frame]) -> None:
+        assert self.rebuilding is not None
+        self.rebuilding.take_values(source, message, frames)
 
     @property
     def over(self) -> bool:
@@ -231,13 +269,13 @@ class Server:
     def tick(self, now: float) -> None:
         """Give a sign of life when it is time, or when something has come to an end."""
         self._now = now
-        if self.protection is not None and self.started.epoch:
+        if self.protection is not None and self.rebuilding is not None and self.started.epoch:
             self.protection.tick(now)
             self.rebuilding.tick(now)
             if self.recovery is not None:
-                self.recovery.tick(now)
-            self._rebuild(now)
+                self._recover(self.recovery, now)
             if self.recovery is None or not self.recovery.left:
+                self.rebuilding.rebuild(now)
                 self.rebuilding.scrub(now)
             self._kept.tell(self.view, now)
         if self.started.epoch:
@@ -249,13 +287,19 @@ class Server:
         if now >= self._next_beat or self._told != self._news():
             self.beat(now)
 
+    def _recover(self, recovery: Recovery, now: float) -> None:
+        try:
+            recovery.tick(now)
+        except HoldfastError as error:  # what was saved cannot be read
+            self.fail(message_of(error))
+
     def beat(self, now: float) -> None:
         """Tell the supervisor where this server stands."""
         self._next_beat = now + self.plan.timing.beat_seconds
         self._told = self._news()
         protection = self.protection
         message = Beat(
-            state="failed" if self.error else "restoring" if self.restoring else "ready",
+            state="failed" if self.error else "restoring" if self._restoring else "ready",
             view=self.view.number,
             endpoint=self._endpoint,
             pid=self._pid,
@@ -279,7 +323,7 @@ class Server:
         contents = self.contents
         updates = (contents.lost, contents.is_behind, contents.ahead) if contents is not None else None
         return (
-            self.restoring,
+            self._restoring,
             self._saved(),
             left,
             lost,
@@ -302,18 +346,18 @@ class Server:
         lacking = not_installed if self.me.incarnation > 1 else 0
         contents = self.contents
         updates_lost, ahead = (contents.lost, contents.ahead) if contents is not None else (0, 0)
-        if self.protection is None:
+        recovery, rebuilding = self.recovery, self.rebuilding
+        if rebuilding is None:
             return replace(
-                self.rolled_back,
+                self._rolled_back,
                 rows=lacking,
                 not_installed=not_installed,
                 network_lost=network_lost,
                 updates_lost=updates_lost,
                 updates_ahead=ahead,
             )
-        recovery, rebuilding = self.recovery, self.rebuilding
         network_lost = network_lost or (recovery is not None and recovery.network_lost)
-        back = recovery.went_back if recovery else self.rolled_back
+        back = recovery.went_back if recovery else self._rolled_back
         return Redundancy(
             rows=lacking + (recovery.left if recovery else 0),
             recovered=recovery.recovered if recovery else 0,
@@ -378,14 +422,13 @@ class Server:
             self._installing.answered(source, message)
         elif isinstance(message, Collect) and self.saver is not None:
             return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
-        elif self.protection is not None:
-            self._protect(self.protection, message, frames, source)
+        elif self.protection is not None and self.rebuilding is not None:
+            self._protect(self.protection, self.rebuilding, envelope)
         return None, ()
 
-    def _protect(
-        self, protection: Protection, message: Message, frames: Sequence[Frame], source: Peer
-    ) -> None:
+    def _protect(self, protection: Protection, rebuilding: Rebuilding, envelope: Envelope) -> None:
         """What servers tell each other."""
+        message, frames, source = envelope.message, envelope.frames, envelope.source
         if isinstance(message, Taken | Values | Syndromes | Agreed):
             self.routes.trust(source, self._now)
         if isinstance(message, LaneMessage):
@@ -395,20 +438,16 @@ class Server:
         elif isinstance(message, ReadStripes):
             protection.read(source, message, frames, self._now)
         elif isinstance(message, Recover):
-            self.rebuilding.recover(source, message, frames, self._now)
+            rebuilding.recover(source, message, frames, self._now)
         elif isinstance(message, Compare):
-            self.rebuilding.compare(source, message, frames, self._now)
+            rebuilding.compare(source, message, frames, self._now)
         elif isinstance(message, Agreed):
-            self.rebuilding.take_vote(message, frames, self._now)
+            rebuilding.take_vote(message, frames, self._now)
         elif isinstance(message, Syndromes) and self.recovery is not None:
             self.recovery.receive(source, message, frames, self._now)
-        self.rebuilding.finish(self._now)
-        self._rebuild(self._now)
-
-    def _rebuild(self, now: float) -> None:
-        """Rebuild lost parities, when all rows are back: those are what somebody waits for."""
-        if self.recovery is None or not self.recovery.left:
-            self.rebuilding.rebuild(now)
+        rebuilding.finish(self._now)
+        if self.recovery is None or not self.recovery.left:  # rows come first: somebody waits for them
+            rebuilding.rebuild(self._now)
 
     def _adopt(self, view: View) -> None:
         if view.number <= self.view.number:

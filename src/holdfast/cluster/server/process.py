@@ -23,9 +23,10 @@ from holdfast.cluster.report.failures import lost_rows_path
 from holdfast.cluster.runtime.loop import connect_servers, memory_bytes, open_transport, run_node
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
-from holdfast.cluster.server.machine import Server
+from holdfast.cluster.server.machine import Opened, Server
 from holdfast.cluster.server.witness import Witness
 from holdfast.coding.placement import Placement
+from holdfast.errors import message_of
 from holdfast.kernels.coding import within
 from holdfast.kernels.compiling import in_turn
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
@@ -50,14 +51,18 @@ def run(assignment: Assignment) -> None:
             measure=lambda: (memory_bytes(), time.process_time()),
             pid=os.getpid(),
             witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
+            on_lost=_LostRows(assignment),
+            opens=plan.saving is not None,
         )
-        if server.recovery is not None:
-            server.recovery.on_lost = _LostRows(assignment)
-        if plan.saving is not None:
-            # Behind its back, so that it gives signs of life meanwhile: reading may take minutes.
-            server.restoring = True
-            threading.Thread(target=_open_store, args=(server,), name="store", daemon=True).start()
-        run_node(server, transport, until=lambda: server.over, prepare=_Connect(server, transport))
+        opening = _Opening(server) if plan.saving is not None else None
+        connect = _Connect(server, transport)
+
+        def prepare() -> None:
+            connect()
+            if opening is not None:
+                opening.hand_over()
+
+        run_node(server, transport, until=lambda: server.over, prepare=prepare)
 
 
 class _LostRows:
@@ -98,10 +103,39 @@ class _Connect:
             connect_servers(self._transport, view, self._neighbours)
 
 
-def _open_store(server: Server) -> None:
-    from holdfast.cluster.saving.resume import prepare_saving  # noqa: PLC0415
+class _Opening(threading.Thread):
+    """Opens a server's store and reads its rows while the server gives signs of life: that may take minutes.
 
-    prepare_saving(server)
+    Until the server is told of it, the job does not start, and nobody else touches its rows.
+    """
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(name="store", daemon=True)
+        self._server = server
+        self._opened: Opened | None = None
+        self._error = ""
+        self._told = False
+        self.start()
+
+    def run(self) -> None:
+        from holdfast.cluster.saving.resume import open_rows  # noqa: PLC0415
+
+        server = self._server
+        try:
+            self._opened = open_rows(server.plan, server.me, server.shards)
+        except Exception as error:
+            traceback.print_exc()
+            self._error = message_of(error)
+
+    def hand_over(self) -> None:
+        """Tell the server, once it is done; called by the thread that runs it."""
+        if self._told or self.is_alive():
+            return
+        self._told = True
+        if self._opened is not None:
+            self._server.open(self._opened)
+        else:
+            self._server.fail(self._error)
 
 
 def load() -> None:
