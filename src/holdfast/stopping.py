@@ -82,7 +82,10 @@ class Notice:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.set_wakeup_fd(self._before)
+        try:
+            signal.set_wakeup_fd(self._before)
+        except (OSError, ValueError):  # whoever set it has closed it since
+            signal.set_wakeup_fd(-1)
         self._theirs.close()
         self._thread.join()
         self._ours.close()

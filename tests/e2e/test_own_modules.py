@@ -31,7 +31,7 @@ def test_a_package_is_not_taken_from_the_current_folder(tmp_path: Path, servers:
     own = ["--set", "model={build: 'my_model:build'}", "--set", "data.samples=3000"]
     small = [part for part in command if not part.startswith("--set=model")]
     done = subprocess.run(
-        [*small, *own, "--set", f"job.servers={servers}", "--set", "job.workers=1"],
+        [*small, *own, *(["--servers", str(servers), "--workers", "1"] if servers else [])],
         cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
     assert "shadowed" not in done.stderr

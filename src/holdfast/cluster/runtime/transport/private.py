@@ -94,13 +94,16 @@ def _make() -> tuple[Path, int]:
 def _make_in(base: str) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        lock = _lock(folder)  # first: until then another job may take it for one that was left
+        if lock is None:
+            continue
         try:
             check_private(folder)
         except ConfigError:
             folder.rmdir()
+            os.close(lock)
             raise
-        if (lock := _lock(folder)) is not None:
-            return folder, lock
+        return folder, lock
 
 
 def _lock(folder: Path) -> int | None:
