@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from holdfast.cli import app
+from holdfast.cli.app import app
 from holdfast.training.config import JobConfig
 from tests.blocks import DOCS, ROOT, Follower, blocks_of, prose_of
 

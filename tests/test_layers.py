@@ -13,7 +13,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"cli_planning"},
     {"testing"},
     {"chaos"},
     {"bench"},

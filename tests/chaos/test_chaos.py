@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from holdfast.chaos.checker import ROWS_OF_A_BATCH, Checker, last_acknowledged
 from holdfast.chaos.counting import Twin, counted
 from holdfast.chaos.run import ChaosOptions, ChaosResult, plan_chaos, run_chaos
-from holdfast.cli import app
+from holdfast.cli.app import app
 from holdfast.cluster.protocol.messages import Figures, NodeStatus, Peer, Status
 from holdfast.cluster.saving.resume import restore_rows
 from holdfast.cluster.worker.faults import acknowledged_path

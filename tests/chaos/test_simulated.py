@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from holdfast.chaos import simulated
 from holdfast.chaos.simulated import SimulatedResult, run_part, run_simulated
-from holdfast.cli import app
+from holdfast.cli.app import app
 from holdfast.errors import ConfigError
 from holdfast.sim.schedule import Outcome, simulate
 

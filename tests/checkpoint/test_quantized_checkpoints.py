@@ -23,7 +23,7 @@ from holdfast.checkpoint.format.records import Field, Group, Rows, make_groups
 from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.tools.verify import verify_versions
-from holdfast.cli import app
+from holdfast.cli.app import app
 from holdfast.events import EventLog, read_events
 from tests.checkpoint.test_checkpointer import STRATEGIES, Run
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import holdfast as hf
 from holdfast.checkpoint.format.manifest import encode, name_of, read_newest
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.cli import main
+from holdfast.cli.app import main
 from holdfast.testing.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.checkpoint.test_checkpointer import Run
 from tests.e2e.commands import PATIENCE_SECONDS, holdfast
@@ -223,7 +223,7 @@ def test_every_command_has_an_example(tmp_path: Path, quick: Command) -> None:
 def test_ls_starts_without_torch(folder: Path) -> None:
     code = (
         "import sys; sys.argv = ['holdfast', 'ckpt', 'ls', 'store']\n"
-        "from holdfast.cli import main\n"
+        "from holdfast.cli.app import main\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'torch' not in sys.modules"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.cli import main
+from holdfast.cli.app import main
 from holdfast.recipe import plain
 from holdfast.training.config import load
 

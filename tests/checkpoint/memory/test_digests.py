@@ -19,7 +19,7 @@ from holdfast.checkpoint.memory import digests as module
 from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.tracker import Tracker
-from holdfast.cli import app
+from holdfast.cli.app import app
 
 SIZES = {"a": 10_000, "b": 3, "c": 0, "d": 5_000}
 

@@ -16,7 +16,7 @@ import holdfast as hf
 from holdfast.checkpoint.format.records import Field, make_groups
 from holdfast.checkpoint.memory import live
 from holdfast.checkpoint.store import open_store
-from holdfast.cli import main
+from holdfast.cli.app import main
 from holdfast.kernels import openmp
 from holdfast.testing.s3 import S3Server
 from tests.checkpoint.test_checkpointer import Run

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import holdfast as hf
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.s3 import S3Options
-from holdfast.cli import main
+from holdfast.cli.app import main
 from holdfast.events import EventLog
 from holdfast.testing.s3 import S3Server
 from holdfast.training.config import load, to_yaml

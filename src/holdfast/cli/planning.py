@@ -1,4 +1,4 @@
-"""The commands that reckon: ``plan``, ``simulate`` and ``emulate``. As in ``cli``, there is no logic here."""
+"""The commands that reckon: ``plan``, ``simulate`` and ``emulate``. No logic here, either."""
 
 from __future__ import annotations
 

@@ -1,0 +1,169 @@
+"""``holdfast ckpt``: looks after a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+ckpt = typer.Typer(
+    help="Look at checkpoints, check them, take them out, and free space.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+_Path = Annotated[str, typer.Argument(metavar="PATH", help="The store: a folder, or a URL such as s3://…")]
+_Version = Annotated[
+    int | None, typer.Argument(metavar="[VERSION]", help="Its number, as ls shows it; the newest by default.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+_Object = Annotated[
+    str | None, typer.Option("--object", metavar="NAME", help="Whose state; by default of the only module.")
+]
+
+
+@ckpt.command(epilog="Example: holdfast ckpt ls runs/today/checkpoints")
+def ls(path: _Path, json: _Json = False) -> None:
+    """List the versions of a store."""
+    from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+
+    with open_store(path, create=False) as store:
+        listing = tools.list_versions(store)
+    if json:
+        view.print_json(listing)
+    else:
+        view.show_listing(listing, view.make_console())
+
+
+@ckpt.command(epilog="Example: holdfast ckpt show runs/today/checkpoints 12")
+def show(path: _Path, version: _Version = None, json: _Json = False) -> None:
+    """Show what a version is made of: tables, files, and all other state."""
+    from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+
+    with open_store(path, create=False) as store:
+        found = tools.describe_version(store, version)
+    if json:
+        view.print_json(found)
+    else:
+        view.show_description(found, view.make_console())
+
+
+@ckpt.command(epilog="Example: holdfast ckpt verify s3://bucket/run1")
+def verify(
+    path: _Path,
+    versions: Annotated[
+        list[int] | None, typer.Argument(metavar="[VERSION]…", help="Which ones; all by default.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="All versions, also when some are named.")] = False,
+    json: _Json = False,
+) -> None:
+    """Read every byte that versions need and check it; exit code 1 if something is damaged."""
+    from holdfast.checkpoint.progress import byte_progress  # noqa: PLC0415
+    from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools.verify import bytes_to_verify, verify_versions  # noqa: PLC0415
+
+    wanted = [] if all_ else versions or []
+    with open_store(path, create=False) as store:
+        total = bytes_to_verify(store, wanted)
+        with byte_progress("checking", total) as on_progress:
+            report = verify_versions(store, wanted, on_progress)
+    if json:
+        view.print_json(report)
+    else:
+        view.show_verification(report, view.make_console())
+    if not report.good:
+        raise typer.Exit(1)
+
+
+@ckpt.command(epilog="Example: holdfast ckpt restore runs/today/checkpoints 12 --out state.safetensors")
+def restore(
+    path: _Path,
+    version: _Version = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The safetensors file to write.")] = ...,  # type: ignore[assignment]
+    force: _Force = False,
+) -> None:
+    """Write all state of a version to one safetensors file: tables, optimizer rows, everything else."""
+    from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import export, view  # noqa: PLC0415
+
+    with open_store(path, create=False) as store:
+        written = export.restore_file(store, version, out, force=force)
+    view.show_written(written, view.make_console())
+
+
+@ckpt.command(
+    "export",
+    epilog="Examples: holdfast ckpt export run1 --format safetensors --out model.safetensors; "
+    "holdfast ckpt export run1 12 --since 11 --format delta --out 11-12.safetensors",
+)
+def export_(
+    path: _Path,
+    version: _Version = None,
+    format_: Annotated[
+        Literal["safetensors", "dcp", "delta"],
+        typer.Option(
+            "--format",
+            help="A model's state_dict; a folder for torch.distributed.checkpoint; or what changed.",
+        ),
+    ] = "safetensors",
+    out: Annotated[Path, typer.Option(metavar="FILE_OR_FOLDER", help="What to write.")] = ...,  # type: ignore[assignment]
+    object_: _Object = None,
+    since: Annotated[
+        int | None, typer.Option(metavar="VERSION", help="delta: the version that is there already.")
+    ] = None,
+    all_fields: Annotated[
+        bool, typer.Option("--all-fields", help="delta: optimizer state of the rows too.")
+    ] = False,
+    force: _Force = False,
+) -> None:
+    """Write a version's model in a format that other programs read."""
+    from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools.delta import export_as  # noqa: PLC0415
+
+    with open_store(path, create=False) as store:
+        written = export_as(
+            store, version, out, format_, object_name=object_, since=since, all_fields=all_fields, force=force
+        )
+    view.show_written(written, view.make_console())
+
+
+@ckpt.command(epilog="Example: holdfast ckpt gc runs/today/checkpoints --keep 5 --keep-every 100 --dry-run")
+def gc(
+    path: _Path,
+    keep: Annotated[int | None, typer.Option(metavar="N", help="Keep the newest so many versions.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(metavar="M", help="Keep every version that this divides, too.")
+    ] = None,
+    keep_seconds: Annotated[
+        float | None, typer.Option(metavar="T", help="Keep every version younger than this, too.")
+    ] = None,
+    delay: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long files stay for restores that are under way.")
+    ] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    json: _Json = False,
+) -> None:
+    """Delete versions that are not to be kept, and files that no version needs.
+
+    Without a --keep option no version is deleted. The store must have no other writer.
+    """
+    from holdfast.checkpoint.store import open_store  # noqa: PLC0415
+    from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
+    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.options import Policy  # noqa: PLC0415
+
+    policy = Policy(keep=keep, keep_every=keep_every, keep_seconds=keep_seconds, deletion_delay_seconds=delay)
+    with open_store(path, create=False) as store:
+        report = tools.collect_garbage(store, policy, dry_run=dry_run)
+    if json:
+        view.print_json(report)
+    else:
+        view.show_garbage(report, view.make_console())

@@ -1,0 +1,86 @@
+"""``holdfast train``."""
+
+from __future__ import annotations
+
+import json as json_
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.notice import notice
+from holdfast.recipe import find_own_modules
+from holdfast.screen import RunConsole, say
+
+_UNSAVED = 3
+
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="What to train; all keys have defaults.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as optimizer.lr=0.1."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="The run's folder; a new one under runs/ by default.")
+    ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="Processes that hold the tables; without any, train in this process.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that compute, with --servers; 2 by default.")
+    ] = None,
+    protect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K+R",
+            help="What keeps the job going when servers die: R parities in memory for every K rows, on "
+            "servers of their own, so that any R servers may die; or [bold]replicate[/] (every row twice); "
+            "or [bold]partial[/] (lost rows go back to the last checkpoint); or [bold]none[/]. A code needs "
+            "K+R servers or more.",
+        ),
+    ] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE:SLOT@step:N", help="Kill a process at a step to see what happens; repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Train a recommendation model: in this process, or with --servers in many."""
+    job = {"servers": servers, "workers": workers, "kill": kill}
+    overrides = [f"job.{key}={json_.dumps(value)}" for key, value in job.items() if value is not None]
+    protection = [] if protect is None else [f"job.protection={json_.dumps(protect)}"]
+    try:
+        # First: what --set says of it is on top.
+        code = _train(config, [*protection, *(set_ or []), *overrides], seed, run)
+    except KeyboardInterrupt as stop:
+        notice.wait()
+        lines = getattr(stop, "lines", ["stopped before training began", "nothing was saved"])
+        say(RunConsole(), *lines)
+        code = 128 + signal.SIGINT
+    if code:
+        raise typer.Exit(code)
+
+
+def _train(config: Path | None, overrides: list[str], seed: int | None, run: str | None) -> int:
+    """The exit code."""
+    # Importing torch takes seconds: only commands that need it do.
+    from holdfast.training.config import load  # noqa: PLC0415
+
+    find_own_modules()
+    loaded = load(config, overrides, seed=seed, run=run)
+    console = RunConsole()
+    if not loaded.job.servers:
+        from holdfast.training import session  # noqa: PLC0415
+
+        stopped_by = session.run(loaded, console, notice).signal
+        return 128 + stopped_by if stopped_by is not None else 0
+    from holdfast.cluster import session as jobs  # noqa: PLC0415
+
+    result = jobs.run(loaded, console, notice)
+    return 128 + result.signal if result.signal is not None else _UNSAVED if result.unsaved else 0
