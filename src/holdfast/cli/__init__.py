@@ -1,1 +1,1 @@
-"""The commands, one file each. No logic: each parses its arguments, calls the library, and shows the result."""
+"""The commands, one file each, without logic: they parse arguments, call the library, and show the result."""
