@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from holdfast.bench.harness import Report, Spread, interleave
-from holdfast.cluster.protocol.messages import Beat, Peer
+from holdfast.cluster.protocol.messages import Peer, ServerBeat
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.runtime.node import Assignment
@@ -88,7 +88,7 @@ def _start(
         engine.start(assignment)
         while time.perf_counter() < started + _MOST_SECONDS:
             for envelope in transport.poll(0.1):
-                if envelope.source == me and isinstance(envelope.message, Beat):
+                if envelope.source == me and isinstance(envelope.message, ServerBeat):
                     cpu = dict(envelope.message.figures.cpu_seconds)["process"]
                     return time.perf_counter() - started, cpu
             for peer, code in engine.exited():

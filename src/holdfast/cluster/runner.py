@@ -20,9 +20,9 @@ import msgspec
 from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
-    Beat,
     Exit,
     Happening,
+    LauncherBeat,
     Peer,
     Role,
     Status,
@@ -148,7 +148,7 @@ class Launcher:
         state: Literal["done", "held", "ready"] = (
             "done" if self.stopping else "held" if self.holding else "ready"
         )
-        beat = Beat(state, self.view.number, exited=tuple(self.exited))
+        beat = LauncherBeat(state, self.view.number, exited=tuple(self.exited))
         self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
 
     def _watch_supervisor(self, now: float) -> None:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
-    Beat,
     Evaluation,
     Exit,
+    LauncherBeat,
     Peer,
     Position,
     Redundancy,
@@ -302,7 +302,7 @@ class SimLauncher:
         self.view = View(ViewNumber(), "starting")
         self.supervisors_killed = 0
         """For their silence."""
-        self._told: Beat | None = None
+        self._told: LauncherBeat | None = None
         self._next_beat = 0.0
         self._watch = SupervisorWatch(cluster.plan.timing)
         self._cluster = cluster
@@ -329,7 +329,7 @@ class SimLauncher:
             self.supervisors_killed += 1
             self._watch.start(now)
             self._cluster.restart_supervisor()
-        beat = Beat("ready", self.view.number, exited=tuple(self.exited))
+        beat = LauncherBeat("ready", self.view.number, exited=tuple(self.exited))
         if beat != self._told or now >= self._next_beat:
             self._told, self._next_beat = beat, now + REPORT_SECONDS
             self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))

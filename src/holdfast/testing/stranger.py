@@ -27,7 +27,7 @@ import zmq
 from msgspec import Struct
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame
-from holdfast.cluster.protocol.messages import Beat, Hello, Part, Peer, Pull, View, ViewNumber
+from holdfast.cluster.protocol.messages import Hello, LauncherBeat, Part, Peer, Pull, View, ViewNumber
 from holdfast.cluster.protocol.stripe_messages import ReadStripes
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.runtime.transport.packing import Piece, pack
@@ -192,7 +192,7 @@ class _Attack:
             (Peer("launcher"), Pull(2, (Part(0, 4),)), [places]),
             (Peer("worker", 0, 1), stop, []),
             (Peer("supervisor"), stop, []),
-            (Peer("launcher"), Beat("done", ViewNumber(1 << 40)), []),
+            (Peer("launcher"), LauncherBeat("done", ViewNumber(1 << 40)), []),
             (Peer("worker", 0, 1), Hello(), []),
             (Peer("server", 1, 1), ReadStripes(1, 0, 0, 1), []),
             (Peer("server", 0, 1), ReadStripes(1, 0, 0, 1), []),

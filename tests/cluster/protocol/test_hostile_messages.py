@@ -12,7 +12,6 @@ from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
     AskKept,
-    Beat,
     CanResend,
     Collect,
     Commit,
@@ -24,6 +23,7 @@ from holdfast.cluster.protocol.messages import (
     Relay,
     Role,
     Saved,
+    ServerBeat,
     Status,
     View,
     ViewNumber,
@@ -222,7 +222,7 @@ WORKER, OTHER, SERVER = Peer("worker", 0, 1), Peer("worker", 1, 1), Peer("server
         (WORKER, Header("sim", WORKER, SERVER, Relay(b"")), False),
         (WORKER, Header("sim", WORKER, SERVER, View(ViewNumber(9, 9), "stopping")), False),
         (SERVER, Header("sim", Peer("supervisor"), SERVER, View(ViewNumber(9, 9), "stopping")), False),
-        (SERVER, Header("sim", SERVER, Peer("supervisor"), Beat("ready", ViewNumber())), False),
+        (SERVER, Header("sim", SERVER, Peer("supervisor"), ServerBeat("ready", ViewNumber())), False),
         (Peer("supervisor"), Header("sim", WORKER, SERVER, Commit(1)), False),
     ],
 )

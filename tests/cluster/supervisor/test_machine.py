@@ -9,15 +9,17 @@ import pytest
 
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
-    Beat,
     Evaluation,
     Exit,
     LaneState,
+    LauncherBeat,
     Peer,
     Position,
     Redundancy,
+    ServerBeat,
     View,
     ViewNumber,
+    WorkerBeat,
     WorkerMark,
 )
 from holdfast.cluster.supervisor.machine import Supervisor
@@ -46,8 +48,9 @@ class Script:
             fields.setdefault("endpoint", f"at {slot}")
             if slot < SERVERS:  # it has heard of what it is told of its view
                 fields.setdefault("started", self.machine.view.servers[slot].since)
+        kind = ServerBeat if role == "server" else WorkerBeat
         source = Peer(role, slot, incarnation)
-        self.machine.receive(Envelope(source, self.machine.me, Beat(state, **fields)), self.now)
+        self.machine.receive(Envelope(source, self.machine.me, kind(state, **fields)), self.now)
 
     def servers(self, *sequences: int, staged: int = 0) -> None:
         """All servers say where worker 0 stands."""
@@ -67,7 +70,7 @@ class Script:
         return self
 
     def exit(self, peer: Peer, code: int = -9) -> None:
-        beat = Beat("ready", self.machine.view.number, exited=(Exit(peer, code),))
+        beat = LauncherBeat("ready", self.machine.view.number, exited=(Exit(peer, code),))
         self.machine.receive(Envelope(Peer("launcher"), self.machine.me, beat), self.now)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster.protocol.messages import Beat, Instant, LaneState, ViewNumber, WorkerMark
+from holdfast.cluster.protocol.messages import Instant, LaneState, ServerBeat, ViewNumber, WorkerMark
 from holdfast.cluster.supervisor.machine import what_counts
 from holdfast.cluster.supervisor.members import Failure, ServerMember
 from holdfast.sim.cluster import counting_plan
@@ -16,7 +16,7 @@ DEAD = ServerMember("server", 0, 2)
 
 def server(slot: int, *lanes: LaneState, sequences: tuple[int, ...] = (0, 0)) -> ServerMember:
     marks = tuple(WorkerMark(w, sequence=sequence) for w, sequence in enumerate(sequences))
-    beat = Beat("ready", ViewNumber(1), marks=marks, started=ViewNumber(1), lanes=lanes)
+    beat = ServerBeat("ready", ViewNumber(1), marks=marks, started=ViewNumber(1), lanes=lanes)
     return ServerMember("server", slot, 1, beat=beat)
 
 

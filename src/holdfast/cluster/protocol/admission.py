@@ -18,12 +18,12 @@ from msgspec.structs import fields
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import (
-    Beat,
     Figures,
     Install,
     Instant,
     Lacks,
     LaneState,
+    LauncherBeat,
     Part,
     Peer,
     Pull,
@@ -33,9 +33,11 @@ from holdfast.cluster.protocol.messages import (
     Relay,
     Rows,
     Saved,
+    ServerBeat,
     ServerInView,
     Status,
     View,
+    WorkerBeat,
     WorkerInView,
     WorkerMark,
 )
@@ -124,7 +126,9 @@ class _Checks:
             Syndromes: self._syndromes,
             Compare: self._compare,
             Agreed: self._agreed,
-            Beat: self._beat,
+            ServerBeat: self._server_beat,
+            WorkerBeat: self._worker_beat,
+            LauncherBeat: self._launcher_beat,
             View: self._view,
             Saved: self._saved,
             Status: self._status,
@@ -281,18 +285,26 @@ class _Checks:
 
     # To and from the supervisor
 
-    def _beat(self, message: Beat, frames: Sequence[Frame], source: Peer) -> None:
+    def _server_beat(self, message: ServerBeat, frames: Sequence[Frame], source: Peer) -> None:
         _count(frames, 0)
-        if source.role == "server":
-            self._marks(message.marks)
+        self._marks(message.marks)
         for state in message.lanes:
             self._lane(state)
         for slot in message.stuck_on:
             self._slot("server", slot)
-        for exited in message.exited:
-            self._slot(exited.peer.role, exited.peer.slot)
         _counts(message.redundancy)
         _counts(message.figures)
+
+    def _worker_beat(self, message: WorkerBeat, frames: Sequence[Frame], source: Peer) -> None:
+        _count(frames, 0)
+        for slot in message.stuck_on:
+            self._slot("server", slot)
+        _counts(message.figures)
+
+    def _launcher_beat(self, message: LauncherBeat, frames: Sequence[Frame], source: Peer) -> None:
+        _count(frames, 0)
+        for exited in message.exited:
+            self._slot(exited.peer.role, exited.peer.slot)
 
     def _view(self, message: View, frames: Sequence[Frame], source: Peer) -> None:
         _count(frames, 0)

@@ -1,11 +1,11 @@
 """The wire's values. A message is a small header and raw arrays (*frames*) that belong to it.
 
 Data goes between workers and servers: ``Pull`` → ``Rows``; ``Push`` (→ ``Pushed``, then ``Commit``) →
-``Pushed``. Control is two messages, and both say how things *are*, not what to do, so that one that is
-lost, repeated or late does no harm: a node's ``Beat`` tells the supervisor where it stands, the
-supervisor's ``View`` tells a node how the job is to be. A node whose beat shows an old view gets the new
-one again. Only what a server has saved is asked for (``Collect`` → ``Saved``), again and again until it is
-there.
+``Pushed``. Control is of two kinds, and both say how things *are*, not what to do, so that one that is lost,
+repeated or late does no harm: a node's beat (``ServerBeat``, ``WorkerBeat``, ``LauncherBeat``) tells the
+supervisor where it stands, the supervisor's ``View`` tells a node how the job is to be. A node
+whose beat shows an old view gets the new one again. Only what a server has saved is asked for (``Collect`` →
+``Saved``), again and again until it is there.
 
 What servers tell each other is in ``stripe_messages``; ``wire`` makes bytes of it all.
 """
@@ -306,36 +306,53 @@ class Exit(Struct, frozen=True, array_like=True):
     code: int
 
 
-class Beat(Struct, frozen=True, array_like=True, tag="beat"):
-    """Node → supervisor, every so often and at every change: where it stands."""
+class ServerBeat(Struct, frozen=True, array_like=True, tag="server_beat"):
+    """Server → supervisor, every so often and at every change: where it stands."""
 
-    state: Literal["restoring", "ready", "working", "held", "done", "failed"]
+    state: Literal["restoring", "ready", "failed"]
     view: ViewNumber
     """The newest that it has seen."""
     endpoint: str = ""
     """Where it listens."""
-    pid: int = 0
     marks: tuple[WorkerMark, ...] = ()
-    """Servers: of every worker."""
-    batch: Position = Position()
-    """Workers: the last one that all servers have applied."""
-    sequence: int = 0
+    """Of every worker."""
     stuck_on: tuple[int, ...] = ()
-    """Workers: servers that have not answered for long."""
+    """Servers that have not answered for long."""
     cut: int = 0
-    """Servers: the newest version of which the rows are copied."""
+    """The newest version of which the rows are copied."""
     saved: int = 0
-    """Servers: the newest version of which the files are durable, or could not be written."""
+    """The newest version of which the files are durable, or could not be written."""
     started: ViewNumber = ViewNumber()
-    """Servers: the view by which this incarnation took its slot over; before that its marks mean nothing."""
+    """The view by which this incarnation took its slot over; before that its marks mean nothing."""
     lanes: tuple[LaneState, ...] = ()
-    """Servers: how far the lanes came whose owners are gone and have no successor yet."""
+    """How far the lanes came whose owners are gone and have no successor yet."""
     redundancy: Redundancy = Redundancy()
-    tested: Evaluation | None = None
-    exited: tuple[Exit, ...] = ()
-    """Launcher: the processes that have ended."""
     error: str = ""
     figures: Figures = Figures()
+
+
+class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker_beat"):
+    """Worker → supervisor: the same."""
+
+    state: Literal["ready", "working", "held", "done", "failed"]
+    view: ViewNumber
+    endpoint: str = ""
+    batch: Position = Position()
+    """The last one that all servers have applied."""
+    sequence: int = 0
+    stuck_on: tuple[int, ...] = ()
+    tested: Evaluation | None = None
+    error: str = ""
+    figures: Figures = Figures()
+
+
+class LauncherBeat(Struct, frozen=True, array_like=True, tag="launcher_beat"):
+    """Launcher → supervisor: what it wants, and which processes have ended."""
+
+    state: Literal["ready", "held", "done"]
+    """Held: workers are to finish their batch and wait. Done: the job is to end."""
+    view: ViewNumber
+    exited: tuple[Exit, ...] = ()
 
 
 class ServerInView(Struct, frozen=True, array_like=True):

@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from holdfast.cluster.protocol.messages import (
     AskKept,
-    Beat,
     CanResend,
     Collect,
     Commit,
@@ -19,6 +18,7 @@ from holdfast.cluster.protocol.messages import (
     Install,
     Kept,
     Lacks,
+    LauncherBeat,
     NoCopy,
     Peer,
     Pull,
@@ -29,8 +29,10 @@ from holdfast.cluster.protocol.messages import (
     Role,
     Rows,
     Saved,
+    ServerBeat,
     Status,
     View,
+    WorkerBeat,
 )
 from holdfast.cluster.protocol.stripe_messages import (
     Agreed,
@@ -68,7 +70,9 @@ Message = (
     | Syndromes
     | Compare
     | Agreed
-    | Beat
+    | ServerBeat
+    | WorkerBeat
+    | LauncherBeat
     | View
     | Collect
     | Saved
@@ -104,7 +108,9 @@ ROUTES: Final[Mapping[type[Message], _Routes]] = {
     Syndromes: _AMONG_SERVERS,
     Compare: _AMONG_SERVERS,
     Agreed: _AMONG_SERVERS,
-    Beat: frozenset({("server", "supervisor"), ("worker", "supervisor"), ("launcher", "supervisor")}),
+    ServerBeat: frozenset({("server", "supervisor")}),
+    WorkerBeat: frozenset({("worker", "supervisor")}),
+    LauncherBeat: frozenset({("launcher", "supervisor")}),
     View: frozenset({("supervisor", "server"), ("supervisor", "worker"), ("supervisor", "launcher")}),
     Collect: frozenset({("supervisor", "server")}),
     Saved: frozenset({("server", "supervisor")}),

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Counters, Envelope, Frame
 from holdfast.cluster.protocol.messages import (
-    Beat,
     CanResend,
     Collect,
     Commit,
@@ -32,6 +31,7 @@ from holdfast.cluster.protocol.messages import (
     Relay,
     Rows,
     Saved,
+    ServerBeat,
     ServerInView,
     View,
     ViewNumber,
@@ -113,7 +113,6 @@ class Server:
             job does not start.
         counters: of its transport.
         measure: tells bytes of memory and seconds of processor time of the process.
-        pid: of the process.
         witness: compares what is recovered with what was lost; None if nobody does.
         on_lost: called with rows of a group that cannot be recovered.
 
@@ -132,12 +131,10 @@ class Server:
         opens: bool = False,
         counters: Counters | None = None,
         measure: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
-        pid: int = 0,
         witness: Witness | None = None,
         on_lost: Callable[[int, NDArray[np.int64]], None] = lambda group, rows: None,
     ) -> None:
         self._measure = measure
-        self._pid = pid
         self.me = me
         self.plan = plan
         self.outbox: list[Envelope] = []
@@ -298,11 +295,10 @@ class Server:
         self._next_beat = now + self.plan.timing.beat_seconds
         self._told = self._news()
         protection = self.protection
-        message = Beat(
+        message = ServerBeat(
             state="failed" if self.error else "restoring" if self._restoring else "ready",
             view=self.view.number,
             endpoint=self._endpoint,
-            pid=self._pid,
             marks=self.marks(),
             cut=self._cut,
             saved=self._saved(),

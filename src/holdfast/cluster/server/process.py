@@ -4,7 +4,6 @@ waited for."""
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import traceback
@@ -49,7 +48,6 @@ def run(assignment: Assignment) -> None:
             fresh=fresh,
             counters=transport.counters,
             measure=lambda: (memory_bytes(), time.process_time()),
-            pid=os.getpid(),
             witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
             on_lost=_LostRows(assignment),
             opens=plan.saving is not None,

@@ -24,15 +24,17 @@ from msgspec.structs import asdict
 from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.messages import (
-    Beat,
     Evaluation,
     Exit,
     Instant,
+    LauncherBeat,
     Peer,
     Saved,
+    ServerBeat,
     ServerInView,
     View,
     ViewNumber,
+    WorkerBeat,
 )
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.wire import Message
@@ -86,7 +88,7 @@ class Supervisor:
         self.finished = False
         self._keeper = keeper
         self._hold = False
-        self._launcher_beat: Beat | None = None
+        self._launcher_beat: LauncherBeat | None = None
         self._look_again = 0.0
         self._advanced = ViewNumber()
         self._ticked = now
@@ -133,9 +135,7 @@ class Supervisor:
                 self._keeper.receive(source.slot, beat, envelope.frames)
                 self.advance(now)
             return
-        if not isinstance(beat, Beat):
-            return
-        if source.role == "launcher":
+        if isinstance(beat, LauncherBeat):
             news = beat != self._launcher_beat
             self._launcher_beat = beat
             for exited in beat.exited:
@@ -143,14 +143,10 @@ class Supervisor:
             if beat.state == "done":
                 self.request_stop()
             self._hold = beat.state == "held"
+        elif isinstance(beat, ServerBeat | WorkerBeat):
+            news = self._note_beat(source, beat, now)
         else:
-            member = self._member(source)
-            if member is None:
-                return
-            news = source.incarnation == member.incarnation and beat != member.beat
-            if source.incarnation == member.incarnation:
-                member.beat, member.heard = beat, now
-                self._look_at(member, beat, now)
+            return
         if news:  # most beats say what the last one said
             self.advance(now)
         if beat.view < self.view.number:
@@ -376,7 +372,19 @@ class Supervisor:
         elif not tests.waiting and tests.is_due(steps):
             self._views.change_worker(tester.slot, test=tests.begin(steps))
 
-    def _look_at(self, member: ServerMember | WorkerMember, beat: Beat, now: float) -> None:
+    def _note_beat(self, source: Peer, beat: ServerBeat | WorkerBeat, now: float) -> bool:
+        """Take what a node says; whether it says anything new."""
+        member = self._member(source)
+        if member is None or source.incarnation != member.incarnation:
+            return False
+        news, member.heard = beat != member.beat, now
+        member.beat = beat  # of the same role: admission has checked that
+        self._look_at(member, beat, now)
+        return news
+
+    def _look_at(
+        self, member: ServerMember | WorkerMember, beat: ServerBeat | WorkerBeat, now: float
+    ) -> None:
         if beat.state == "failed":
             self._fail(Failure("error", member.peer, beat.error))
         elif isinstance(member, WorkerMember) and beat.stuck_on and member.stage == "started":
@@ -538,8 +546,8 @@ class Stalls:
     def _describe(self, ill: Sequence[ServerMember], stuck: Sequence[Member]) -> Failure:
         limit = self._plan.timing.hopeless_seconds
         who = (*ill, *stuck)[0]
-        said = who.beat.redundancy if who.beat is not None else None
-        lacks = f"lacks {said.rows:,} rows and {said.parities:,} parities" if said and ill else "is not there"
+        said = ill[0].beat.redundancy if ill and ill[0].beat is not None else None
+        lacks = f"lacks {said.rows:,} rows and {said.parities:,} parities" if said else "is not there"
         links = "; ".join(
             f"{m.peer} does not reach server {m.beat.stuck_on[0]}" for m in stuck if m.beat is not None
         )

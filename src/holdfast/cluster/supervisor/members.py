@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.cluster.protocol.messages import Beat, Peer, Position, Role, ViewNumber, WorkerMark
+from holdfast.cluster.protocol.messages import (
+    Peer,
+    Position,
+    Role,
+    ServerBeat,
+    ViewNumber,
+    WorkerBeat,
+    WorkerMark,
+)
 from holdfast.cluster.protocol.plan import JobPlan
 
 
@@ -20,7 +28,7 @@ class Member:
     since: float = 0.0
     """When this incarnation was asked for."""
     heard: float | None = None
-    beat: Beat | None = None
+    beat: ServerBeat | WorkerBeat | None = None
     stage: Literal["fencing", "settling", "started"] = "fencing"
     since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
     """In which it came to its stage: others must know of that before it gets to the next."""
@@ -44,6 +52,7 @@ class Member:
 class ServerMember(Member):
     """Of a server's slot."""
 
+    beat: ServerBeat | None = None
     lost_at: float | None = None
     """When this supervisor asked for the incarnation; None: one before it did, and it may have started."""
     recovering: bool = False
@@ -96,6 +105,7 @@ class ServerMember(Member):
 class WorkerMember(Member):
     """Of a worker's slot."""
 
+    beat: WorkerBeat | None = None
     died_at: int = -1
     """The last batch that counted when it last died."""
 

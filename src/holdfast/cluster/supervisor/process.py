@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.cluster.protocol.envelope import Envelope
-from holdfast.cluster.protocol.messages import Figures, Happening, NodeStatus, Peer, Status
+from holdfast.cluster.protocol.messages import (
+    Figures,
+    Happening,
+    NodeStatus,
+    Peer,
+    Redundancy,
+    ServerBeat,
+    Status,
+)
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.runtime.loop import TICK_SECONDS, flush, memory_bytes, open_transport
 from holdfast.cluster.runtime.node import Assignment
@@ -207,4 +215,5 @@ def _node_status(member: Member, now: float) -> NodeStatus:
     if member.beat is None or member.heard is None:
         return NodeStatus(member.peer, "starting", 0.0, Figures())
     beat = member.beat
-    return NodeStatus(member.peer, beat.state, now - member.heard, beat.figures, beat.redundancy)
+    redundancy = beat.redundancy if isinstance(beat, ServerBeat) else Redundancy()
+    return NodeStatus(member.peer, beat.state, now - member.heard, beat.figures, redundancy)

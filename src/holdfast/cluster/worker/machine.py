@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
-    Beat,
     Evaluation,
     Figures,
     Peer,
@@ -24,6 +23,7 @@ from holdfast.cluster.protocol.messages import (
     Relay,
     View,
     ViewNumber,
+    WorkerBeat,
     WorkerInView,
 )
 from holdfast.cluster.protocol.plan import JobPlan
@@ -205,7 +205,7 @@ class Worker:
         self._told = self.state
         waiting = self.calls.waiting_since()
         stuck = tuple(s for s, since in waiting.items() if now - since > self.plan.timing.stuck_seconds)
-        message = Beat(
+        message = WorkerBeat(
             state=self._told,
             view=self.view.number,
             endpoint=self.endpoint,

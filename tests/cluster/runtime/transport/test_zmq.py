@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
-from holdfast.cluster.protocol.messages import Beat, Commit, Part, Peer, Pull, Pushed, Rows, ViewNumber
+from holdfast.cluster.protocol.messages import Commit, Part, Peer, Pull, Pushed, Rows, ViewNumber, WorkerBeat
 from holdfast.cluster.protocol.wire import Header, encode
 from holdfast.cluster.runtime.keys import JobKeys, Keys
 from holdfast.cluster.runtime.transport.packing import pack
@@ -238,7 +238,7 @@ def test_a_supervisor_reaches_whoever_has_spoken(net: Net) -> None:
         assert not supervisor.send(Envelope(me, WORKER, Commit(1)))
         assert supervisor.counters.unroutable == 1
         worker.connect("supervisor", 0, supervisor.endpoint)
-        worker.send(Envelope(WORKER, me, Beat("ready", ViewNumber())))
+        worker.send(Envelope(WORKER, me, WorkerBeat("ready", ViewNumber())))
         take(supervisor)
         assert supervisor.send(Envelope(me, WORKER, Commit(2)))
         assert take(worker)[0].message == Commit(2)
