@@ -17,7 +17,7 @@ from holdfast.bench.harness import Report, Spread
 from holdfast.bench.quantize_accuracy import (
     CONTROL,
     DIAGONAL,
-    Part,
+    RunPart,
     mean_with_interval,
     measure,
     report_losses,
@@ -38,7 +38,7 @@ def test_auto_picks_the_bits_that_were_shown_to_suffice() -> None:
 
 def test_raw_restores_change_nothing_and_rounded_ones_do(report: Report) -> None:
     cells = (Cell(2, 1), Cell(8, 3))
-    measure(report, [Part("", TINY, {0: (CONTROL, *cells), 1: cells})], workers=1)
+    measure(report, [RunPart("", TINY, {0: (CONTROL, *cells), 1: cells})], workers=1)
     assert report.figures["raw.restores3.auc_loss_percent"] == 0
     assert report.figures["raw.restores3.lifetime_auc_loss_percent"] == 0
     assert report.figures["bits2.restores1.auc_loss_percent"] != 0
@@ -51,12 +51,12 @@ def test_raw_restores_change_nothing_and_rounded_ones_do(report: Report) -> None
 
 @pytest.mark.soak
 def test_processes_give_the_same_scores() -> None:
-    runs = Part("", TINY, {0: (Cell(4, 3),)}).runs()
+    runs = RunPart("", TINY, {0: (Cell(4, 3),)}).runs()
     assert dict(results(runs, workers=2)) == dict(results(runs, workers=1))
 
 
 def test_losses_are_relative_and_paired(report: Report) -> None:
-    part = Part("", TINY, {0: (Cell(2, 1),), 1: (Cell(2, 1),)})
+    part = RunPart("", TINY, {0: (Cell(2, 1),), 1: (Cell(2, 1),)})
     scores = {
         Run("", TINY, seed, cell).name: Scores(test, 0.5)
         for seed, cell, test in [(0, PLAIN, 0.8), (0, (2, 1), 0.796), (1, PLAIN, 0.5), (1, (2, 1), 0.505)]
@@ -78,7 +78,7 @@ def test_an_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
             trained.append(run.name)
             yield run, Scores(0.8, 0.7)
 
-    def start(parts: Sequence[Part]) -> None:
+    def start(parts: Sequence[RunPart]) -> None:
         report = Report(
             "quantize-accuracy", False, Console(file=io.StringIO()), json_path=tmp_path / "f.json"
         )
@@ -86,7 +86,7 @@ def test_an_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         report.save()
 
     monkeypatch.setattr(quantize_accuracy, "results", some)
-    parts = [Part("", TINY, {0: DIAGONAL, 1: DIAGONAL})]
+    parts = [RunPart("", TINY, {0: DIAGONAL, 1: DIAGONAL})]
     runs = 2 * (1 + len(DIAGONAL))
     stop_after = 7
     with pytest.raises(KeyboardInterrupt):
@@ -101,7 +101,7 @@ def test_an_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         start(parts)
     stop_after = -1
-    start([Part("", replace(TINY, steps=31), {0: DIAGONAL, 1: DIAGONAL})])  # so is what is another bench
+    start([RunPart("", replace(TINY, steps=31), {0: DIAGONAL, 1: DIAGONAL})])  # so is what is another bench
     assert len(trained) == 2 * runs + 3 + runs
 
 

@@ -21,7 +21,7 @@ from holdfast.chaos.schedule import (
 )
 from holdfast.cluster.protocol.plan import Timing
 from holdfast.cluster.worker.faults import POINTS
-from holdfast.cluster.worker.faults import Fault as Point
+from holdfast.cluster.worker.faults import PushFault as Point
 
 SHAPE = Shape(servers=4, workers=2, r=1, timing=Timing(silent_seconds=2.0, stuck_seconds=3.0))
 PAIRS = ("servers_apart", "servers_apart_for_good", "two_servers_kill")

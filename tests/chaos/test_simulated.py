@@ -12,7 +12,7 @@ from holdfast.chaos import simulated
 from holdfast.chaos.simulated import SimulatedResult, run_part, run_simulated
 from holdfast.cli.app import app
 from holdfast.errors import ConfigError
-from holdfast.sim.schedule import Outcome, simulate
+from holdfast.sim.schedule import ScheduleOutcome, simulate
 
 
 def test_seeds_decide_everything_however_they_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_the_command_prints_what_it_ran(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_schedule_that_shows_something_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_a_violation(seed: int, *, protected: bool) -> Outcome:
+    def with_a_violation(seed: int, *, protected: bool) -> ScheduleOutcome:
         outcome = simulate(seed, protected=protected)
         outcome.violations += ["row 5 is 1"] if seed == 8 else []
         return outcome

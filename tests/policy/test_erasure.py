@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError
-from holdfast.policy.erasure import Code, at_least, fatal_sets, lie_close, sets_of_a_failure
+from holdfast.policy.erasure import CodeModel, at_least, fatal_sets, lie_close, sets_of_a_failure
 
 
 def servers_of_stripes(servers: int, k: int, r: int) -> set[frozenset[int]]:
@@ -28,7 +28,7 @@ def test_which_servers_share_a_stripe_is_as_rows_are_placed(servers: int, k: int
     fatal = sum(
         any(set(together) <= stripe for stripe in stripes) for together in combinations(range(servers), r + 1)
     )
-    assert Code(servers, k, r).fatal_share == pytest.approx(fatal / comb(servers, r + 1))
+    assert CodeModel(servers, k, r).fatal_share == pytest.approx(fatal / comb(servers, r + 1))
 
 
 @pytest.mark.parametrize(
@@ -43,20 +43,20 @@ def test_sets_of_neighbours_are_counted(ring: int, width: int, members: int) -> 
 
 
 def test_groups_are_even() -> None:
-    code = Code(23, 4, 1)
+    code = CodeModel(23, 4, 1)
     assert [code.group_size(group) for group in range(code.groups)] == [6, 6, 6, 5]
-    assert Code(9, 4, 1).groups == 1
+    assert CodeModel(9, 4, 1).groups == 1
 
 
 def test_memory_and_rebuilding() -> None:
     """ECRM, sections 3.6 and 4.1: less memory with a larger k, and longer rebuilds."""
-    assert Code(10, 4, 2).memory_share == 0.5
-    assert Code(10, 8, 1).rebuild_hours(44e9, 1e9) == 2 * Code(10, 4, 1).rebuild_hours(44e9, 1e9)
-    assert Code(10, 4, 1).rebuild_hours(44e9, 1e9) * 3600 == pytest.approx(176)
+    assert CodeModel(10, 4, 2).memory_share == 0.5
+    assert CodeModel(10, 8, 1).rebuild_hours(44e9, 1e9) == 2 * CodeModel(10, 4, 1).rebuild_hours(44e9, 1e9)
+    assert CodeModel(10, 4, 1).rebuild_hours(44e9, 1e9) * 3600 == pytest.approx(176)
 
 
 def test_losses_grow_with_rates_and_shrink_with_parities() -> None:
-    one, two = Code(50, 4, 1), Code(50, 4, 2)
+    one, two = CodeModel(50, 4, 1), CodeModel(50, 4, 2)
     assert one.losses_per_hour(1e-3, 0.1) == pytest.approx(4 * one.losses_per_hour(5e-4, 0.1), rel=0.01)
     assert two.losses_per_hour(1e-3, 0.1) < 0.01 * one.losses_per_hour(1e-3, 0.1)
 
@@ -64,7 +64,7 @@ def test_losses_grow_with_rates_and_shrink_with_parities() -> None:
 def test_the_chance_of_a_second_failure_in_time() -> None:
     """5 servers with one stripe of 4 + 1: any of the other 4 within an hour, each with a chance of 1 -
     exp(-0.01)."""
-    chance = Code(5, 4, 1).chance_while_rebuilding(0.01, 1.0)
+    chance = CodeModel(5, 4, 1).chance_while_rebuilding(0.01, 1.0)
     assert chance == pytest.approx(1 - exp(-0.04))
 
 
@@ -86,9 +86,9 @@ def test_sets_of_servers_that_go_down_together() -> None:
 @pytest.mark.parametrize(("servers", "k", "r"), [(4, 4, 1), (5, 5, 1), (3, 2, 2)])
 def test_a_code_that_needs_more_servers_is_refused(servers: int, k: int, r: int) -> None:
     with pytest.raises(ConfigError, match=f"k is {k} and r is {r} but there are {servers} servers"):
-        Code(servers, k, r)
+        CodeModel(servers, k, r)
 
 
 def test_a_code_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a code of 0 \+ 1 records"):
-        Code(4, 0, 1)
+        CodeModel(4, 0, 1)

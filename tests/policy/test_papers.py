@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.policy.erasure import Code, difference_bytes
+from holdfast.policy.erasure import CodeModel, difference_bytes
 from holdfast.policy.increments import RowSize, Touches, differential_cycle, sizes
 from holdfast.policy.interval import (
     full_recovery_overhead,
@@ -183,7 +183,7 @@ class TestEcrm:
     def test_k_changes_memory_but_not_the_load(self) -> None:
         """Section 3.6; section 4.1: 50, 25 and 10 % more memory with k = 2, 4 and 10."""
         assert overhead(CRITEO, "ecrm", k=2, r=1) == overhead(CRITEO, "ecrm", k=4, r=1)
-        assert [Code(20, k, 1).memory_share for k in (2, 4, 10)] == [0.5, 0.25, 0.1]
+        assert [CodeModel(20, k, 1).memory_share for k in (2, 4, 10)] == [0.5, 0.25, 0.1]
 
     @pytest.mark.parametrize(
         ("gigabytes", "minutes", "paper"),
@@ -215,7 +215,7 @@ class TestEcrm:
         average time to load a checkpoint and do half an interval again."""
         situation = sized(gigabytes)
         rate = situation.costs.rebuild_share * situation.network_rate
-        rebuild = Code(5, k, 1).rebuild_hours(situation.server_bytes, rate)
+        rebuild = CodeModel(5, k, 1).rebuild_hours(situation.server_bytes, rate)
         checkpoint = situation.table_bytes / situation.read_rate / 3600 + minutes / 60 / 2
         assert checkpoint / rebuild == within_a_fifth(paper)
 

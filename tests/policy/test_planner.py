@@ -11,10 +11,10 @@ from rich.console import Console
 from holdfast.errors import ConfigError
 from holdfast.policy.increments import RowSize
 from holdfast.policy.planner import configuration, plan
+from holdfast.policy.printing import show_plan
 from holdfast.policy.protections import KINDS, Estimate, Wishes, estimates
 from holdfast.policy.situation import Situation
 from holdfast.policy.units import show_percent
-from holdfast.policy.view import show_plan
 
 CLUSTER = Situation(table_bytes=400e9, row=RowSize(64, 256), servers=10, workers=30, hours=72, mtbf_hours=20)
 

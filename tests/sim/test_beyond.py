@@ -46,7 +46,7 @@ def test_parities_that_contain_what_was_lost_would_be_taken_for_good(monkeypatch
     def silent(self: Any, *args: Any) -> None:
         """Tell nobody."""
 
-    monkeypatch.setattr(protection.Protection, "forget", silent)
+    monkeypatch.setattr(protection.Replicator, "forget", silent)
     assert any(run(seed)[1] for seed in SEEDS), "simulated jobs do not notice"
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import LaneOptions, Resume
-from holdfast.cluster.protocol.stripe_messages import Change
+from holdfast.cluster.protocol.stripe_messages import Differences
 from holdfast.cluster.redundancy import lanes, parity
 from holdfast.cluster.redundancy import replicator as protection
 from holdfast.cluster.redundancy import stripes as rebuilding
@@ -57,7 +57,7 @@ def run_split(monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]) -> list[str
     send = lanes.OutLane.send
 
     def measured(self: Any, message: Any, frames: Any, *times: float) -> Any:
-        if isinstance(message, Change) and message.more:
+        if isinstance(message, Differences) and message.more:
             sent.append(sum(frame.nbytes for frame in frames))
         return send(self, message, frames, *times)
 
@@ -92,10 +92,15 @@ def test_parts_of_a_batch_must_count_together(monkeypatch: pytest.MonkeyPatch) -
     """The guard is taken out: each message is a batch by itself."""
 
     def each(self: Any, source: Peer, message: Any, frames: Any) -> None:
-        take(self, source, replace(message, more=False) if isinstance(message, Change) else message, frames)
+        take(
+            self,
+            source,
+            replace(message, more=False) if isinstance(message, Differences) else message,
+            frames,
+        )
 
-    take = protection.Protection.take
-    monkeypatch.setattr(protection.Protection, "take", each)
+    take = protection.Replicator.take
+    monkeypatch.setattr(protection.Replicator, "take", each)
     assert run_split(monkeypatch, range(8)) != []
 
 
@@ -154,7 +159,7 @@ def test_who_does_not_vote_is_not_waited_for_for_good() -> None:
 
 def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
     """Parity servers of a dead owner keep what the others have not got."""
-    patch.setattr(protection.Protection, "_undo", lambda self, slot, cut: None)
+    patch.setattr(protection.Replicator, "_undo", lambda self, slot, cut: None)
 
 
 def the_most_counts(patch: pytest.MonkeyPatch) -> None:
@@ -180,12 +185,12 @@ def kept_at_once(patch: pytest.MonkeyPatch) -> None:
     def kept(self: Any, worker: int) -> int:
         return int(self._marks()[worker].sequence)
 
-    patch.setattr(protection.Protection, "kept", kept)
+    patch.setattr(protection.Replicator, "kept", kept)
 
 
 def lanes_repeat(patch: pytest.MonkeyPatch) -> None:
     """A change that arrives twice is applied twice."""
-    original = protection.Protection.take
+    original = protection.Replicator.take
 
     def take(self: Any, source: Any, message: Any, frames: Any) -> None:
         lane = self._in.get(source.slot)
@@ -193,12 +198,12 @@ def lanes_repeat(patch: pytest.MonkeyPatch) -> None:
             lane.number -= 1
         original(self, source, message, frames)
 
-    patch.setattr(protection.Protection, "take", take)
+    patch.setattr(protection.Replicator, "take", take)
 
 
 def lanes_have_gaps(patch: pytest.MonkeyPatch) -> None:
     """A change that was lost is not missed."""
-    original = protection.Protection.take
+    original = protection.Replicator.take
 
     def take(self: Any, source: Any, message: Any, frames: Any) -> None:
         lane = self._in.get(source.slot)
@@ -206,7 +211,7 @@ def lanes_have_gaps(patch: pytest.MonkeyPatch) -> None:
             lane.number = message.number - 1
         original(self, source, message, frames)
 
-    patch.setattr(protection.Protection, "take", take)
+    patch.setattr(protection.Replicator, "take", take)
 
 
 def values_run_ahead(patch: pytest.MonkeyPatch) -> None:
@@ -216,7 +221,7 @@ def values_run_ahead(patch: pytest.MonkeyPatch) -> None:
 
 def sums_stand_still(patch: pytest.MonkeyPatch) -> None:
     """Changes go to parities, but not to sums that contain the member."""
-    patch.setattr(rebuilding.Rebuilding, "note_change", lambda self, part, blocks, differences: None)
+    patch.setattr(rebuilding.Stripes, "note_change", lambda self, part, blocks, differences: None)
 
 
 def rows_do_not_wait(patch: pytest.MonkeyPatch) -> None:

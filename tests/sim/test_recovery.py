@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from holdfast.policy.erasure import Code
+from holdfast.policy.erasure import CodeModel
 from holdfast.policy.mechanisms import Mechanism, Parities, PartialRollback, Rollback, Saves, StartAnew
 from holdfast.sim import recovery
 from holdfast.sim.recovery import Run, lost, simulate
@@ -79,7 +79,9 @@ def test_partial_recovery_loses_no_work_but_samples() -> None:
     assert twice.overhead == pytest.approx((4 * 0.5 + 1.5) / 10)
 
 
-PARITIES = Parities(code=Code(5, 4, 1), pause_hours=0.1, rebuild_hours=1.0, rebuild_drop=0.2, behind=STOPPING)
+PARITIES = Parities(
+    code=CodeModel(5, 4, 1), pause_hours=0.1, rebuild_hours=1.0, rebuild_drop=0.2, behind=STOPPING
+)
 
 
 def test_parities_pause_and_slow_down() -> None:
@@ -128,7 +130,7 @@ def test_intervals_are_skipped_without_a_trace(mechanism: Mechanism, monkeypatch
         ]  # fmt: skip
 
     quick = runs()
-    monkeypatch.setattr(recovery.Progress, "_skip_whole_intervals", lambda self, until, rate: None)
+    monkeypatch.setattr(recovery.SimulatedProgress, "_skip_whole_intervals", lambda self, until, rate: None)
     for one, slow in zip(quick, runs(), strict=True):
         assert one.overhead == pytest.approx(slow.overhead)
         assert one.redone_hours == pytest.approx(slow.redone_hours)
@@ -137,10 +139,10 @@ def test_intervals_are_skipped_without_a_trace(mechanism: Mechanism, monkeypatch
 
 def test_which_servers_are_too_many() -> None:
     """12 servers in groups of 6: a stripe of 5 lies on all but one of them."""
-    code = Code(12, 4, 1)
+    code = CodeModel(12, 4, 1)
     for a, b in combinations(range(12), 2):
         assert lost(code, [a, b]) == (a % 2 == b % 2)
     assert not lost(code, [3])
-    wide = Code(9, 2, 2)  # two groups, of 5 and 4: three of one group always share a stripe of 4
+    wide = CodeModel(9, 2, 2)  # two groups, of 5 and 4: three of one group always share a stripe of 4
     assert lost(wide, [0, 2, 4])
     assert not lost(wide, [0, 2, 1, 3])

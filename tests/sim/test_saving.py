@@ -15,7 +15,7 @@ from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import Exit, Peer
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.runtime.transport.memory import Network
-from holdfast.cluster.saving.coordinator import Versions
+from holdfast.cluster.saving.coordinator import SaveCoordinator
 from holdfast.cluster.saving.layout import saving_of
 from holdfast.cluster.saving.shard_saver import ShardSaver
 from holdfast.cluster.supervisor.machine import Supervisor
@@ -53,7 +53,7 @@ def rearranged_and_unsaid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list
     So many rows that most are not saved again before it is worth while to rearrange files.
     """
     replaced: list[int] = []
-    rearrange = Versions._replace
+    rearrange = SaveCoordinator._replace
 
     def replace_and_die(self: Any, save: Any) -> None:
         rearrange(self, save)
@@ -61,7 +61,7 @@ def rearranged_and_unsaid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list
         if len(replaced) == 1:
             raise Died
 
-    monkeypatch.setattr(Versions, "_replace", replace_and_die)
+    monkeypatch.setattr(SaveCoordinator, "_replace", replace_and_die)
     batches = 3 * BATCHES  # when that is depends on how long writing takes: time for several times
     found = problems(SavedCluster(plan_in(folder, rows=6000, every_steps=2), 1, batches), batches)
     assert len(replaced) > 1, "files were rearranged again"
@@ -192,7 +192,7 @@ def test_the_last_version_of_prioritized_rows_is_whole(
         first = not self._era and steps >= 20
         return self._final is None and self._due_steps < steps and (first or steps == BATCHES)
 
-    monkeypatch.setattr(Versions, "_is_due", is_due)
+    monkeypatch.setattr(SaveCoordinator, "_is_due", is_due)
     plan = counting_plan(servers=2, workers=2, atomic=False, rows=60, dense="workers")
     config = CheckpointConfig(path=str(tmp_path), strategy="incremental", prioritize="mfu", fraction=0.125)
     cluster = SavedCluster(saved_plan(replace(plan, partial="partial"), config), 1, BATCHES)

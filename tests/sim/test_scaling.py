@@ -12,17 +12,17 @@ import pytest
 from rich.console import Console
 
 from holdfast.errors import ConfigError
-from holdfast.policy.erasure import Code
+from holdfast.policy.erasure import CodeModel
 from holdfast.policy.failure_log import FailureLog
 from holdfast.policy.increments import RowSize
 from holdfast.policy.mechanisms import Parities, Rollback, Saves
 from holdfast.policy.protections import Wishes
 from holdfast.policy.situation import Situation
 from holdfast.sim.plots import check_plot
+from holdfast.sim.printing import show_points
 from holdfast.sim.recovery import simulate
 from holdfast.sim.scaling import FIGURE_13, parse_models, parse_nodes, scale, scaled
 from holdfast.sim.traces import HourlyChance, LinearMtbf, Recorded, Renewals
-from holdfast.sim.view import show_points
 
 CLUSTER = Situation(
     table_bytes=4e12, row=RowSize(128, 512), servers=100, workers=300, hours=1000, mtbf_hours=20,
@@ -75,7 +75,7 @@ def test_equation_4_counts_servers_that_fail_in_the_same_hour_once() -> None:
 
 @pytest.mark.parametrize(("k", "r", "mtbf"), [(4, 1, 100.0), (4, 2, 20.0), (1, 1, 50.0)])
 def test_more_failures_than_a_code_bears_come_as_often_as_expected(k: int, r: int, mtbf: float) -> None:
-    code = Code(12, k, r)
+    code = CodeModel(12, k, r)
     nothing = Rollback(saves=Saves(interval_hours=1.0, stall_hours=0.0), load_hours=0.0, reschedule_hours=0.0)
     mechanism = Parities(code=code, pause_hours=0.0, rebuild_hours=0.5, rebuild_drop=0.0, behind=nothing)
     hours = 60_000.0

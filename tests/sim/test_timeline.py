@@ -10,7 +10,7 @@ from holdfast.sim.draws import UniformFailures
 from holdfast.sim.timeline import (
     WAYS,
     EmulatedCluster,
-    Recovery,
+    RecoveryCosts,
     Save,
     Way,
     WayName,
@@ -32,7 +32,7 @@ def test_events_in_order() -> None:
     way = Way("partial", True, 3.0)
     failures = [Failure(7.5, (2,)), Failure(2.0, (0,))]
     assert list(timeline(way, failures, SHORT)) == [
-        Recovery(2.0, (0,), 0.0), Save(3.0), Save(6.0), Recovery(7.5, (2,), 6.0), Save(9.0),
+        RecoveryCosts(2.0, (0,), 0.0), Save(3.0), Save(6.0), RecoveryCosts(7.5, (2,), 6.0), Save(9.0),
     ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from holdfast.checkpoint.memory.priority import MostUsed, Priority, SubSampled, 
 from holdfast.options import PRIORITIZED_FRACTION
 from holdfast.sim.changes import correlation
 from holdfast.sim.draws import UniformFailures
-from holdfast.sim.emulator import Outcome, Run, large_share, train
+from holdfast.sim.emulator import EmulationOutcome, Run, large_share, train
 from holdfast.sim.student import Lesson
 from holdfast.sim.timeline import EmulatedCluster, Way, WayName, costs, way_of
 from holdfast.training.config import load
@@ -155,9 +155,9 @@ def _accuracy(report: Report, size: Size, cluster: EmulatedCluster, processes: i
     )
 
 
-def _outcomes(report: Report, tasks: Mapping[str, Run], processes: int | None) -> dict[str, Outcome]:
+def _outcomes(report: Report, tasks: Mapping[str, Run], processes: int | None) -> dict[str, EmulationOutcome]:
     """What became of each training: those that an interrupted run of the bench left, and the others."""
-    done = {name: Outcome(**values) for name, values in report.kept_runs().items()}
+    done = {name: EmulationOutcome(**values) for name, values in report.kept_runs().items()}
     report.raw.update(unfinished=True, runs=done)
     names = {run: name for name, run in tasks.items()}
     missing = [run for run, name in names.items() if name not in done]

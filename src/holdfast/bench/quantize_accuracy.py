@@ -42,7 +42,7 @@ _T95 = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RunPart:
     """Runs of one size: for each seed its cells. Figures begin with the prefix."""
 
     prefix: str
@@ -74,16 +74,18 @@ def run(report: Report) -> None:
     """The cells that ``AutoBits`` or the paper picks for all seeds, and all cells for the last two."""
     if report.quick:
         seeds = {0: (CONTROL, *DIAGONAL[:3]), 1: DIAGONAL[:3], 2: DIAGONAL[:3]}
-        measure(report, [Part("", Size(steps=300, test_samples=100_000), seeds)])
+        measure(report, [RunPart("", Size(steps=300, test_samples=100_000), seeds)])
         return
     # What matters most comes first: it stands, too, if the bench is stopped.
     picked = (*DIAGONAL, PAPERS_CHOICE)
     seeds = dict.fromkeys(range(18), picked) | {18: (CONTROL, *ALL_CELLS), 19: ALL_CELLS}
     learning = Size(steps=1500, batch=2048)
-    measure(report, [Part("", Size(), seeds), Part("learning.", learning, dict.fromkeys(range(4), picked))])
+    measure(
+        report, [RunPart("", Size(), seeds), RunPart("learning.", learning, dict.fromkeys(range(4), picked))]
+    )
 
 
-def measure(report: Report, parts: Sequence[Part], workers: int | None = None) -> None:
+def measure(report: Report, parts: Sequence[RunPart], workers: int | None = None) -> None:
     """Train for each seed without restores and with those of its cells; report the losses."""
     report.settings.update(optimizer="rowwise-adagrad", state="raw", codecs=codec_digest())
     for part in parts:
@@ -106,7 +108,7 @@ def measure(report: Report, parts: Sequence[Part], workers: int | None = None) -
     del report.raw["unfinished"]
 
 
-def report_losses(report: Report, part: Part, scores: Mapping[str, Scores]) -> None:
+def report_losses(report: Report, part: RunPart, scores: Mapping[str, Scores]) -> None:
     """The figures of a part, from its runs' scores by name."""
     plain = [scores[Run(part.prefix, part.size, seed, PLAIN).name] for seed in part.seeds]
     report.figure(f"{part.prefix}auc.without_restores", float(np.mean([s.test for s in plain])))

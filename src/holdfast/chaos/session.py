@@ -16,7 +16,7 @@ from holdfast.bench.harness import Report, check_json_path
 from holdfast.chaos.run import ChaosOptions, ChaosProgress, ChaosResult, run_chaos
 from holdfast.chaos.schedule import DESCRIPTIONS
 from holdfast.chaos.simulated import SimulatedResult, run_simulated
-from holdfast.training.view import duration, progress_line
+from holdfast.training.live import duration, progress_line
 
 _PLAIN_SECONDS = 10.0
 _PHASES = {

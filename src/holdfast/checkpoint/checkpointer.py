@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.format.dense import decode_tree, encode_tree
 from holdfast.checkpoint.format.manifest import Manifest, Version, raise_if_unreachable, read_newest
 from holdfast.checkpoint.memory.live import LiveTables
-from holdfast.checkpoint.progress import byte_progress
+from holdfast.checkpoint.progress_bar import byte_progress
 from holdfast.checkpoint.reading.coverage import check_places
 from holdfast.checkpoint.reading.loader import RowLoader
 from holdfast.checkpoint.reading.version import VersionReader, find_version, open_version

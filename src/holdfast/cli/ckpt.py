@@ -29,14 +29,14 @@ def ls(path: _Path, json: _Json = False) -> None:
     """List the versions of a store."""
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
     from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
-    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools import printing  # noqa: PLC0415
 
     with open_store(path, create=False) as store:
         listing = tools.list_versions(store)
     if json:
-        view.print_json(listing)
+        printing.print_json(listing)
     else:
-        view.show_listing(listing, view.make_console())
+        printing.show_listing(listing, printing.make_console())
 
 
 @ckpt.command(epilog="Example: holdfast ckpt show runs/today/checkpoints 12")
@@ -44,14 +44,14 @@ def show(path: _Path, version: _Version = None, json: _Json = False) -> None:
     """Show what a version is made of: tables, files, and all other state."""
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
     from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
-    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools import printing  # noqa: PLC0415
 
     with open_store(path, create=False) as store:
         found = tools.describe_version(store, version)
     if json:
-        view.print_json(found)
+        printing.print_json(found)
     else:
-        view.show_description(found, view.make_console())
+        printing.show_description(found, printing.make_console())
 
 
 @ckpt.command(epilog="Example: holdfast ckpt verify s3://bucket/run1")
@@ -64,9 +64,9 @@ def verify(
     json: _Json = False,
 ) -> None:
     """Read every byte that versions need and check it; exit code 1 if something is damaged."""
-    from holdfast.checkpoint.progress import byte_progress  # noqa: PLC0415
+    from holdfast.checkpoint.progress_bar import byte_progress  # noqa: PLC0415
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
-    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools import printing  # noqa: PLC0415
     from holdfast.checkpoint.tools.verify import bytes_to_verify, verify_versions  # noqa: PLC0415
 
     wanted = [] if all_ else versions or []
@@ -75,9 +75,9 @@ def verify(
         with byte_progress("checking", total) as on_progress:
             report = verify_versions(store, wanted, on_progress)
     if json:
-        view.print_json(report)
+        printing.print_json(report)
     else:
-        view.show_verification(report, view.make_console())
+        printing.show_verification(report, printing.make_console())
     if not report.good:
         raise typer.Exit(1)
 
@@ -91,11 +91,11 @@ def restore(
 ) -> None:
     """Write all state of a version to one safetensors file: tables, optimizer rows, everything else."""
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
-    from holdfast.checkpoint.tools import export, view  # noqa: PLC0415
+    from holdfast.checkpoint.tools import export, printing  # noqa: PLC0415
 
     with open_store(path, create=False) as store:
         written = export.restore_file(store, version, out, force=force)
-    view.show_written(written, view.make_console())
+    printing.show_written(written, printing.make_console())
 
 
 @ckpt.command(
@@ -125,14 +125,14 @@ def export_(
 ) -> None:
     """Write a version's model in a format that other programs read."""
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
-    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools import printing  # noqa: PLC0415
     from holdfast.checkpoint.tools.delta import export_as  # noqa: PLC0415
 
     with open_store(path, create=False) as store:
         written = export_as(
             store, version, out, format_, object_name=object_, since=since, all_fields=all_fields, force=force
         )
-    view.show_written(written, view.make_console())
+    printing.show_written(written, printing.make_console())
 
 
 @ckpt.command(epilog="Example: holdfast ckpt gc runs/today/checkpoints --keep 5 --keep-every 100 --dry-run")
@@ -157,13 +157,13 @@ def gc(
     """
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
     from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
-    from holdfast.checkpoint.tools import view  # noqa: PLC0415
+    from holdfast.checkpoint.tools import printing  # noqa: PLC0415
     from holdfast.options import Policy  # noqa: PLC0415
 
     policy = Policy(keep=keep, keep_every=keep_every, keep_seconds=keep_seconds, deletion_delay_seconds=delay)
     with open_store(path, create=False) as store:
         report = tools.collect_garbage(store, policy, dry_run=dry_run)
     if json:
-        view.print_json(report)
+        printing.print_json(report)
     else:
-        view.show_garbage(report, view.make_console())
+        printing.show_garbage(report, printing.make_console())

@@ -101,7 +101,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Say which protection fits a model and a cluster, and what each would cost."""
     find_own_modules()
-    from holdfast.policy import view  # noqa: PLC0415
+    from holdfast.policy import printing  # noqa: PLC0415
     from holdfast.policy.planner import plan as make_plan  # noqa: PLC0415
     from holdfast.training.planning import Given, read_question, write_configuration  # noqa: PLC0415
 
@@ -117,11 +117,11 @@ def plan(
     )  # fmt: skip
     found = make_plan(question.situation, question.wishes, among.split(",") if among else ())
     if json:
-        typer.echo(view.plan_json(found, question.assumed, question.fits))
+        typer.echo(printing.plan_json(found, question.assumed, question.fits))
     else:
-        console = view.make_console()
-        view.show_basis(question.assumed, question.measured, question.fits, console)
-        view.show_plan(found, console, explain=explain)
+        console = printing.make_console()
+        printing.show_basis(question.assumed, question.measured, question.fits, console)
+        printing.show_plan(found, console, explain=explain)
     if out is not None:
         write_configuration(found, question.config, out, store, force=force)
         if not json:
@@ -160,8 +160,8 @@ def simulate(
 ) -> None:  # fmt: skip
     """Simulate months of training under failures, on clusters of any size, beside what plan expects."""
     find_own_modules()
-    from holdfast.policy.view import make_console, show_basis  # noqa: PLC0415
-    from holdfast.sim import plots, scaling, view  # noqa: PLC0415
+    from holdfast.policy.printing import make_console, show_basis  # noqa: PLC0415
+    from holdfast.sim import plots, printing, scaling  # noqa: PLC0415
     from holdfast.training.planning import Given, Question, read_question  # noqa: PLC0415
 
     if plot is not None:
@@ -182,17 +182,17 @@ def simulate(
         )  # fmt: skip
     sizes = scaling.parse_nodes(nodes or ("10,30,100,300,1000,3000" + ",10000" * (not paper)))
     models = scaling.parse_models(failures, question.situation, sizes, question.log)
-    with view.progress_bar() as on_done:
+    with printing.progress_bar() as on_done:
         points = scaling.scale(
             question.situation, models, sizes, wishes=question.wishes, runs=runs, seed=seed,
             among=among.split(",") if among else (), one_each=paper, on_done=on_done,
         )  # fmt: skip
     if json:
-        typer.echo(view.points_json(points))
+        typer.echo(printing.points_json(points))
     else:
         console = make_console()
         show_basis(question.assumed, (), question.fits, console)
-        view.show_points(points, console)
+        printing.show_points(points, console)
     if plot is not None:
         plots.plot_points(points, plot, "CPR, Figure 13" if paper else "Protections on clusters of any size")
         if not json:
@@ -257,9 +257,9 @@ def emulate(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a small model that loses rows to emulated failures, and compare ways to recover."""
+    from holdfast.policy.printing import make_console  # noqa: PLC0415
     from holdfast.policy.units import parse_hours  # noqa: PLC0415
-    from holdfast.policy.view import make_console  # noqa: PLC0415
-    from holdfast.sim import draws, emulation_view, emulator, student, timeline, view  # noqa: PLC0415
+    from holdfast.sim import draws, emulation_printing, emulator, printing, student, timeline  # noqa: PLC0415
 
     cluster = timeline.EmulatedCluster(
         hours=parse_hours(hours, "--hours"), failures=failures, servers=servers,
@@ -279,12 +279,12 @@ def emulate(
         test_samples=test_samples,
     )
     chosen = draws.parse_failures(cluster, distribution, at or (), failure_log)
-    with view.progress_bar("training") as on_done:
+    with printing.progress_bar("training") as on_done:
         found = emulator.emulate(
             lesson, cluster, chosen, ways=timeline.parse_ways(ways), seeds=range(seeds),
             processes=processes, on_done=on_done,
         )  # fmt: skip
     if json:
-        typer.echo(emulation_view.emulations_json(found, lesson, cluster))
+        typer.echo(emulation_printing.emulations_json(found, lesson, cluster))
     else:
-        emulation_view.show_emulations(found, lesson, cluster, make_console())
+        emulation_printing.show_emulations(found, lesson, cluster, make_console())

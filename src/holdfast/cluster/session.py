@@ -13,16 +13,16 @@ from rich.console import Console
 
 from holdfast.cluster.job import Job
 from holdfast.cluster.report.failures import ServerFailure, Speeds
+from holdfast.cluster.report.live import build_view
 from holdfast.cluster.report.progress import JobProgress, compared
 from holdfast.cluster.report.result import JobResult, describe_lack, in_short
-from holdfast.cluster.report.view import build_view
 from holdfast.cluster.saving.failures import log as unsaved_log
 from holdfast.screen import say, say_error
 from holdfast.stopping import Notice, Stopped
 from holdfast.training.config import Config, to_yaml
+from holdfast.training.live import duration
 from holdfast.training.plots import PLOT_FILE
 from holdfast.training.session import free_folder
-from holdfast.training.view import duration
 
 
 def run(config: Config, console: Console, notice: Notice) -> JobResult:

@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class CodeModel:
     """A code over so many servers."""
 
     servers: int

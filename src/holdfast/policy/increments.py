@@ -91,7 +91,7 @@ class RowSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class IncrementSizes:
     """What a strategy writes, keeps and reads, each as a share of the tables in memory."""
 
     written: float
@@ -106,11 +106,11 @@ class Sizes:
 
 def sizes(
     strategy: Strategy, touches: Touches, interval_hours: float, row: RowSize, bits: int | None = None
-) -> Sizes:
+) -> IncrementSizes:
     """Of a strategy that saves so often."""
     full, increment = row.stored(bits), row.stored_with_id(bits)
     if strategy == "full":
-        return Sizes(written=full, stored=full, read=full, copied=1.0)
+        return IncrementSizes(written=full, stored=full, read=full, copied=1.0)
     if strategy == "differential":
         shares = list(differential_cycle(touches, interval_hours))
         written, rewritten = sum(shares), 0.0
@@ -123,7 +123,7 @@ def sizes(
         live, read_per_live = touches.within(count * interval_hours), READ_PER_LIVE
         shares, copied = [saved] * count, count * saved
     saves = len(shares) + 1
-    return Sizes(
+    return IncrementSizes(
         written=(full + (written + rewritten) * increment) / saves,
         stored=full + live * increment,
         read=full + live * increment * read_per_live,

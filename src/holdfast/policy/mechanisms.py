@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from holdfast.policy.erasure import Code, sets_of_a_failure
+from holdfast.policy.erasure import CodeModel, sets_of_a_failure
 from holdfast.policy.interval import (
     exact_full_recovery_overhead,
     full_recovery_overhead,
@@ -137,7 +137,7 @@ class Parities:
         behind: what happens when more is lost than the code bears.
     """
 
-    code: Code
+    code: CodeModel
     pause_hours: float
     rebuild_hours: float
     rebuild_drop: float

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from holdfast.errors import ConfigError
-from holdfast.policy.erasure import Code, difference_bytes
+from holdfast.policy.erasure import CodeModel, difference_bytes
 from holdfast.policy.increments import (
-    Sizes,
+    IncrementSizes,
     Strategy,
     fewest_bits,
     quantized_auc_loss,
@@ -146,7 +146,7 @@ def estimates(situation: Situation, wishes: Wishes | None = None) -> list[Estima
             found.append(erasure_code(situation, code, "ecrm"))
         found.append(erasure_code(situation, code, "ecrec"))
     if situation.servers >= 2:
-        found.append(erasure_code(situation, Code(situation.servers, 1, 1), "replication"))
+        found.append(erasure_code(situation, CodeModel(situation.servers, 1, 1), "replication"))
     return [_checked(situation, one) for one in found]
 
 
@@ -223,7 +223,7 @@ def partial(situation: Situation, wishes: Wishes) -> Estimate:
     wanted = interval_for_pls(target_pls=target, mtbf_hours=situation.mtbf_hours, servers=situation.parts)
     strategy: Strategy = "full" if situation.stop_to_write else "chunked"  # the paper's saves hold everything
 
-    def saves_every(hours: float) -> tuple[Sizes, Saves]:
+    def saves_every(hours: float) -> tuple[IncrementSizes, Saves]:
         amounts = sizes(strategy, situation.touches, hours, situation.row)
         return amounts, _saves(situation, amounts, hours)
 
@@ -274,7 +274,9 @@ def partial(situation: Situation, wishes: Wishes) -> Estimate:
     )
 
 
-def erasure_code(situation: Situation, code: Code, kind: Literal["ecrm", "ecrec", "replication"]) -> Estimate:
+def erasure_code(
+    situation: Situation, code: CodeModel, kind: Literal["ecrm", "ecrec", "replication"]
+) -> Estimate:
     """Redundancy in the servers' memory, with checkpoints behind it for more failures than it bears."""
     costs, row = situation.costs, situation.row
     copies = kind == "replication"
@@ -338,19 +340,19 @@ def erasure_code(situation: Situation, code: Code, kind: Literal["ecrm", "ecrec"
     )
 
 
-def _codes(situation: Situation, wishes: Wishes) -> Iterable[Code]:
+def _codes(situation: Situation, wishes: Wishes) -> Iterable[CodeModel]:
     """The code that is wished for, refused if it cannot be; else usual ones, as far as there are servers."""
     servers = situation.servers
     if wishes.r is not None:
-        yield Code(servers, wishes.k or max(1, _usual_k(situation, wishes.r)), wishes.r)
+        yield CodeModel(servers, wishes.k or max(1, _usual_k(situation, wishes.r)), wishes.r)
         return
     if wishes.k is not None:
-        yield Code(servers, wishes.k, 1)
+        yield CodeModel(servers, wishes.k, 1)
     elif servers >= 2:
-        yield Code(servers, _usual_k(situation, 1), 1)
+        yield CodeModel(servers, _usual_k(situation, 1), 1)
     k = wishes.k or _usual_k(situation, 2)
     if 1 <= k <= servers - 2:
-        yield Code(servers, k, 2)
+        yield CodeModel(servers, k, 2)
 
 
 def _usual_k(situation: Situation, r: int) -> int:
@@ -363,7 +365,7 @@ def _usual_k(situation: Situation, r: int) -> int:
     return k
 
 
-def _saves(situation: Situation, amounts: Sizes, interval: float) -> Saves:
+def _saves(situation: Situation, amounts: IncrementSizes, interval: float) -> Saves:
     write = amounts.written * situation.table_bytes / situation.write_rate / 3600
     if situation.stop_to_write:
         return Saves(interval_hours=interval, stall_hours=write)

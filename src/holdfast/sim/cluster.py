@@ -31,9 +31,9 @@ from holdfast.cluster.redundancy.recover import Recovery
 from holdfast.cluster.runtime.transport.memory import CALM, Network, Weather
 from holdfast.cluster.server.machine import Opened, Saver, Server
 from holdfast.cluster.supervisor.machine import Supervisor
-from holdfast.cluster.supervisor.members import Failure
+from holdfast.cluster.supervisor.members import JobFailure
 from holdfast.cluster.supervisor.watch import SupervisorWatch
-from holdfast.cluster.worker.calls import Floats, Spread, spread_by
+from holdfast.cluster.worker.calls import Floats, RowSpread, spread_by
 from holdfast.cluster.worker.machine import Item, Worker
 from holdfast.coding.placement import Placement
 from holdfast.sim.storage import MemoryStorage
@@ -124,13 +124,13 @@ def counts(plan: JobPlan, batches: Sequence[int]) -> list[NDArray[np.float32]]:
     return expected
 
 
-class Copies:
+class CutCopies:
     """A saver that keeps a copy of each cut, beyond a server's end.
 
     ``lost`` counts, for each cut, the pushes that the slot's network had lost with workers by then.
     """
 
-    def __init__(self, server: Server, before: Copies | None) -> None:
+    def __init__(self, server: Server, before: CutCopies | None) -> None:
         self._server = server
         self._before = before.lost_now() if before else 0
         self.copies: dict[int, list[NDArray[np.uint32]]] = before.copies if before else {}
@@ -256,11 +256,11 @@ class SimWorker:
         spreads = [self._spread(group, rows) for group, rows in enumerate(rows_of(self._plan, batch))]
         return Item(Position(0, batch), spreads, batch, 1)
 
-    def _spread(self, group: int, rows: NDArray[np.int64]) -> Spread:
+    def _spread(self, group: int, rows: NDArray[np.int64]) -> RowSpread:
         placement = self._plan.placements[group]
         return _spread_over(placement, rows.tobytes())
 
-    def _first_values(self, group: int) -> tuple[Spread, Floats]:
+    def _first_values(self, group: int) -> tuple[RowSpread, Floats]:
         plan = self._plan.groups[group]
         assert plan.initial == "installed", "a server lacks first values that it draws itself"
         rows = np.arange(plan.rows)
@@ -268,7 +268,7 @@ class SimWorker:
 
 
 @lru_cache(maxsize=1 << 14)
-def _spread_over(placement: Placement, rows: bytes) -> Spread:
+def _spread_over(placement: Placement, rows: bytes) -> RowSpread:
     """Rows by server; jobs of the same shape ask for the same ones."""
     ids = np.frombuffer(rows, np.int64)
     return spread_by(placement.owner(ids), placement.place(ids), placement.servers)[0]
@@ -363,7 +363,7 @@ class Cluster:
         self.servers: dict[int, Server] = {}
         self.recoveries: list[Recovery] = []
         """Of all servers that there have ever been."""
-        self.savers: dict[int, Copies] = {}
+        self.savers: dict[int, CutCopies] = {}
         for slot in range(self.plan.servers):
             self._add_server(slot, 1)
         self.launcher = SimLauncher(self)
@@ -383,7 +383,7 @@ class Cluster:
 
     def saver_of(self, server: Server) -> Saver:
         """Who saves its rows."""
-        saver = self.savers[server.me.slot] = Copies(server, self.savers.get(server.me.slot))
+        saver = self.savers[server.me.slot] = CutCopies(server, self.savers.get(server.me.slot))
         return saver
 
     def start_supervisor(self) -> None:
@@ -455,7 +455,7 @@ class Cluster:
             wrong += self._differences(f"in cut {version}", right, copies)
         return wrong
 
-    def loss_is_right(self, failure: Failure) -> bool:
+    def loss_is_right(self, failure: JobFailure) -> bool:
         """Whether the network is lost, as the job says, that only workers had copies of."""
         current = {member.peer for member in self.supervisor.workers}
         workers = [n for n in self.network.nodes.values() if isinstance(n, SimWorker) and n.me in current]

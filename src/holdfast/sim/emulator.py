@@ -23,10 +23,10 @@ from holdfast.sim.changes import RowChanges, correlation
 from holdfast.sim.draws import Failures
 from holdfast.sim.student import Lesson, Student
 from holdfast.sim.timeline import (
-    Costs,
     EmulatedCluster,
-    Recovery,
+    RecoveryCosts,
     Save,
+    TimelineCosts,
     Way,
     WayName,
     costs,
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EmulationOutcome:
     """What became of a run."""
 
     auc: float
@@ -70,9 +70,9 @@ class Emulation:
     way: Way
     seed: int
     failures: tuple[Failure, ...]
-    costs: Costs
-    outcome: Outcome
-    plain: Outcome
+    costs: TimelineCosts
+    outcome: EmulationOutcome
+    plain: EmulationOutcome
     """Of the same training without failures."""
 
     @property
@@ -100,7 +100,7 @@ def emulate(
     runs = {(seed, way): Run(lessons[seed], cluster, way, drawn[seed]) for seed in seeds for way in chosen}
     # Runs of a seed one after the other: they share batches.
     tasks = [task for s in seeds for task in (plain[s], *(runs[s, way] for way in chosen))]
-    outcomes: dict[Run, Outcome] = {}
+    outcomes: dict[Run, EmulationOutcome] = {}
     for run, outcome in run_all(train, tasks, processes):
         outcomes[run] = outcome
         on_done(len(outcomes), len(tasks))
@@ -123,7 +123,7 @@ def large_share(lesson: Lesson) -> float:
     return sum(rows[table] for table in large_tables(rows)) / sum(rows)
 
 
-def train(run: Run) -> Outcome:
+def train(run: Run) -> EmulationOutcome:
     """Do one training to its end."""
     return _Training(run).run()
 
@@ -165,7 +165,7 @@ class _Training:
                 ),
             )
 
-    def run(self) -> Outcome:
+    def run(self) -> EmulationOutcome:
         way, cluster, steps = self._run.way, self._run.cluster, self._run.lesson.steps
         step = 0
         for event in () if way is None else timeline(way, self._run.failures, cluster):
@@ -183,7 +183,7 @@ class _Training:
         score = self._student.test()
         if math.isnan(score):
             raise TrainingDiverged(f"the scores are no numbers: lower lr (it is {self._run.lesson.lr:g})")
-        outcome = Outcome(
+        outcome = EmulationOutcome(
             score,
             self._lost / max(1, self._updates),
             self._saved / self._rows,
@@ -224,7 +224,7 @@ class _Training:
         self._since[rows] = 0
         self._saved += self._rows if isinstance(rows, slice) else len(rows)
 
-    def _recover(self, event: Recovery) -> None:
+    def _recover(self, event: RecoveryCosts) -> None:
         """The failed servers' rows go back, each to its own last save; nothing else does."""
         student = self._student
         gone = np.isin(self._owner, event.servers)

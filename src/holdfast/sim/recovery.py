@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from holdfast.policy.erasure import Code, lie_close
+from holdfast.policy.erasure import CodeModel, lie_close
 from holdfast.policy.mechanisms import (
     Mechanism,
     Parities,
@@ -37,7 +37,7 @@ class Run:
     """How often more was lost than the protection bears."""
 
 
-class Progress:
+class SimulatedProgress:
     """Work and saves as time passes.
 
     Attributes:
@@ -133,7 +133,7 @@ def simulate(
 
 
 def _rollback(mechanism: Rollback, rate: float, total: float, failures: Iterable[Failure]) -> Run:
-    progress = Progress(total, mechanism.saves, rate)
+    progress = SimulatedProgress(total, mechanism.saves, rate)
     restart = mechanism.load_hours + mechanism.reschedule_hours
     redone, count = 0.0, 0
     for failure in failures:
@@ -153,7 +153,7 @@ def _rollback(mechanism: Rollback, rate: float, total: float, failures: Iterable
 def _partial(
     mechanism: PartialRollback, rate: float, total: float, failures: Iterable[Failure], servers: int
 ) -> Run:
-    progress = Progress(total, mechanism.saves, rate)
+    progress = SimulatedProgress(total, mechanism.saves, rate)
     restart = mechanism.load_hours + mechanism.reschedule_hours
     pls, count = 0.0, 0
     for failure in failures:
@@ -171,7 +171,7 @@ def _partial(
 
 def _parities(mechanism: Parities, rate: float, total: float, failures: Iterable[Failure]) -> Run:
     behind = mechanism.behind
-    progress = Progress(total, behind.saves, rate)
+    progress = SimulatedProgress(total, behind.saves, rate)
     slower = rate * (1 - mechanism.rebuild_drop)
     down: dict[int, float] = {}  # servers that are being rebuilt, and until when
     redone, losses, count = 0.0, 0, 0
@@ -204,7 +204,7 @@ def _parities(mechanism: Parities, rate: float, total: float, failures: Iterable
     return Run(progress.now / total - 1, count, redone, losses=losses)
 
 
-def lost(code: Code, down: Iterable[int]) -> bool:
+def lost(code: CodeModel, down: Iterable[int]) -> bool:
     """Whether these servers take more of some stripe with them than the code bears."""
     groups: dict[int, list[int]] = {}
     for server in down:

@@ -20,7 +20,7 @@ from holdfast.cluster.protocol.batches import Layout
 from holdfast.cluster.protocol.messages import Peer, Position
 from holdfast.cluster.protocol.plan import JobPlan, SavePlan
 from holdfast.cluster.runtime.transport.memory import Network
-from holdfast.cluster.saving.coordinator import Versions
+from holdfast.cluster.saving.coordinator import SaveCoordinator
 from holdfast.cluster.saving.layout import job_state
 from holdfast.cluster.saving.resume import read_tree, restore_rows
 from holdfast.cluster.saving.shard_saver import ShardSaver
@@ -120,7 +120,7 @@ class SavedCluster(Cluster):
     server_files: Callable[[], Files] = QuickFiles
     supervisor_files: Callable[[], Files] = QuickFiles
     compute_seconds: float = 0.05
-    keepers: list[Versions] = field(default_factory=list)
+    keepers: list[SaveCoordinator] = field(default_factory=list)
 
     def saver_of(self, server: Server) -> Saver:
         """A real one, over a store of its own."""
@@ -140,7 +140,7 @@ class SavedCluster(Cluster):
             keeper.close()
         files = self.supervisor_files()
         runs = Later(self.network, lambda: self.keepers[-1] is keeper and self._alive(), self._end_supervisor)
-        keeper = Versions(self.plan, lambda: self._store(files), runs, self.network.now)
+        keeper = SaveCoordinator(self.plan, lambda: self._store(files), runs, self.network.now)
         self.keepers.append(keeper)
         self.supervisor = self.supervisor_class(self.plan, self.storage, self.network.now, keeper=keeper)
         self.network.add(SimSupervisor(self.supervisor))

@@ -42,7 +42,7 @@ MOST_SECONDS = 150.0
 
 
 @dataclass
-class Outcome:
+class ScheduleOutcome:
     """How a simulated job went."""
 
     seed: int
@@ -93,7 +93,7 @@ def simulate(
     faults: int = 10,
     cluster: Cluster | None = None,
     most_seconds: float = MOST_SECONDS,
-) -> Outcome:
+) -> ScheduleOutcome:
     """Run a job with failures at random times, and compare what its rows are with what they must be.
 
     It must finish: never are more servers gone than the code covers, and there is always a path between any
@@ -120,7 +120,7 @@ def simulate(
             violations.append(f"the job failed: {failure}")
     elif not over:
         violations.append("the job did not end")
-    return Outcome(
+    return ScheduleOutcome(
         seed,
         supervisor.finished,
         violations,

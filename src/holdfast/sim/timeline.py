@@ -106,7 +106,7 @@ class Save(NamedTuple):
     hours: float
 
 
-class Recovery(NamedTuple):
+class RecoveryCosts(NamedTuple):
     """These servers are lost. ``back_to`` is when everything was last saved, or would have been."""
 
     hours: float
@@ -115,7 +115,7 @@ class Recovery(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class TimelineCosts:
     """Hours that a run takes more than training alone, and its portion of lost samples."""
 
     saving: float = 0.0
@@ -163,7 +163,9 @@ def way_of(name: WayName, cluster: EmulatedCluster) -> Way:
     )
 
 
-def timeline(way: Way, failures: Sequence[Failure], cluster: EmulatedCluster) -> Iterator[Save | Recovery]:
+def timeline(
+    way: Way, failures: Sequence[Failure], cluster: EmulatedCluster
+) -> Iterator[Save | RecoveryCosts]:
     """All that happens to a run, in order. ``hours`` is what has been trained for the first time: with full
     recovery, training goes on at ``back_to``, and what follows is past the hour of the failure again."""
     step = way.interval_hours * (cluster.fraction if way.prioritize else 1.0)
@@ -178,16 +180,16 @@ def timeline(way: Way, failures: Sequence[Failure], cluster: EmulatedCluster) ->
             saves += 1
         if failure is not None:
             whole = math.floor(failure.hours / way.interval_hours) * way.interval_hours
-            yield Recovery(failure.hours, failure.servers, whole)
+            yield RecoveryCosts(failure.hours, failure.servers, whole)
 
 
-def costs(way: Way, failures: Sequence[Failure], cluster: EmulatedCluster) -> Costs:
+def costs(way: Way, failures: Sequence[Failure], cluster: EmulatedCluster) -> TimelineCosts:
     """What a timeline comes to. The PLS of prioritised saving is that of its bytes saved in any other order:
     what it loses is less."""
     one_save = cluster.save_hours
     if way.prioritize:
         one_save *= cluster.fraction * cluster.share + (1 - cluster.share)
-    total = Costs()
+    total = TimelineCosts()
     for event in timeline(way, failures, cluster):
         if isinstance(event, Save):
             total = replace(total, saving=total.saving + one_save)

@@ -23,7 +23,7 @@ _RUNS = (1, 1, 2, 3, 5, 8, 13, 21, 34, 55)
 _SECONDS = 120.0  # a script that takes longer for one step hangs
 
 
-class Turns:
+class ThreadTurns:
     """Lets threads take turns.
 
     Attributes:
@@ -99,7 +99,7 @@ class SteppedStore(Store):
     Of ``lost_answers`` of its operations, as a share, the answer is lost: they are carried out, and fail.
     """
 
-    def __init__(self, inner: Store, turns: Turns, who: str, lost_answers: float = 0.0) -> None:
+    def __init__(self, inner: Store, turns: ThreadTurns, who: str, lost_answers: float = 0.0) -> None:
         self.url = inner.url
         self.keeps_open_files = inner.keeps_open_files
         self.publishes_exclusively = inner.publishes_exclusively

@@ -18,9 +18,9 @@ from holdfast.events import EventLog
 from holdfast.screen import say
 from holdfast.stopping import Notice, Stopped, stop_on_signals
 from holdfast.training.config import Config, to_yaml
+from holdfast.training.live import build_view, duration
 from holdfast.training.plots import PLOT_FILE, plot_run, require_matplotlib
 from holdfast.training.trainer import Progress, Result, Trainer, refuse_checkpoint
-from holdfast.training.view import build_view, duration
 
 _OF_A_RUN = ("events.jsonl", "job-1")
 """One of them is in every run's folder; the second in those of ``holdfast chaos``."""

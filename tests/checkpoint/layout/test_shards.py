@@ -11,7 +11,8 @@ import pytest
 from holdfast.checkpoint.format.chunk import checksum
 from holdfast.checkpoint.format.manifest import DenseEntry, Version
 from holdfast.checkpoint.format.records import Field, Rows, make_groups
-from holdfast.checkpoint.layout.shard import Change, Shard
+from holdfast.checkpoint.layout.bundles import StoreChange
+from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.store import Store, open_store
@@ -39,7 +40,7 @@ class Cluster:
     def save(self, touched: Array) -> int:
         number = self.catalog.next_version()
         baseline = not self.era
-        changes: list[Change] = []
+        changes: list[StoreChange] = []
         for shard in self.shards:
             ids = np.arange(ROWS) if baseline else touched
             mine = ids[owner(ids, len(self.shards)) == shard.number]

@@ -27,7 +27,7 @@ from holdfast.checkpoint.tools.verify import verify_versions
 from holdfast.errors import HoldfastError, SaveFailed, StoreLocked
 from holdfast.events import EventLog, read_events
 from holdfast.options import Chunked, Differential, Full, Incremental, Policy
-from holdfast.testing.interleaving import SteppedStore, Turns
+from holdfast.testing.interleaving import SteppedStore, ThreadTurns
 from holdfast.testing.s3 import S3Server
 from tests.checkpoint.by_hand import Rows, restored
 from tests.checkpoint.lineage import Lineage, QuickFiles, check_no_leftovers, check_store
@@ -49,7 +49,7 @@ class Rivals:
         self, inner: Store, policy: Policy, seed: int, saves: int = 4, lost_answers: float = 0.0
     ) -> None:
         self.inner, self.policy, self.saves, self.lost_answers = inner, policy, saves, lost_answers
-        self.turns = Turns(seed)
+        self.turns = ThreadTurns(seed)
         self.promised: list[tuple[int, int]] = []
         self.outcomes: Counter[str] = Counter()
 

@@ -22,8 +22,8 @@ from holdfast.checkpoint.tools.inspect import (
     list_versions,
     stored_files,
 )
+from holdfast.checkpoint.tools.printing import age
 from holdfast.checkpoint.tools.verify import bytes_to_verify, verify_versions
-from holdfast.checkpoint.tools.view import age
 from tests.checkpoint.test_checkpointer import ROWS, STRATEGIES, Run
 
 CHUNKED = hf.Chunked(round_versions=2, dead_fraction=0.25, reset="never")

@@ -6,7 +6,7 @@ import numpy as np
 
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import Instant, Peer
-from holdfast.cluster.protocol.stripe_messages import Change
+from holdfast.cluster.protocol.stripe_messages import Differences
 from holdfast.cluster.redundancy.lanes import InLane, OutLane
 from holdfast.sim.cluster import Cluster, counting_plan
 
@@ -15,7 +15,7 @@ OWNER, PARITY = Peer("server", 0, 1), Peer("server", 1, 1)
 
 def sent(lane: OutLane, count: int, now: float = 0.0) -> list[Envelope]:
     return [
-        lane.send(Change(lane.next_number, Instant(lane.next_number), 0, ()), (), now, 1.0)
+        lane.send(Differences(lane.next_number, Instant(lane.next_number), 0, ()), (), now, 1.0)
         for _ in range(count)
     ]
 
@@ -37,7 +37,7 @@ def test_messages_that_come_early_count_when_their_turn_comes() -> None:
     lane = InLane(OWNER, True, Instant(), Instant())
     first, second, third = sent(OutLane(OWNER, PARITY, 0, 0), 3)
     for envelope in (third, second, third):
-        assert isinstance(envelope.message, Change)
+        assert isinstance(envelope.message, Differences)
         lane.lay_aside(envelope.message.number, envelope, 1 << 20)
     assert lane.next_early() is None
     lane.number = 1
@@ -52,7 +52,7 @@ def test_what_is_laid_aside_is_bounded() -> None:
     lane = InLane(OWNER, True, Instant(), Instant())
     for number in range(2, 100):
         frame = np.zeros(100, np.uint8)
-        lane.lay_aside(number, Envelope(OWNER, PARITY, Change(number, Instant(), 0, ()), [frame]), 1000)
+        lane.lay_aside(number, Envelope(OWNER, PARITY, Differences(number, Instant(), 0, ()), [frame]), 1000)
     assert len(lane._early) == 10
 
 

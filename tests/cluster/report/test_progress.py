@@ -22,8 +22,8 @@ from holdfast.cluster.protocol.messages import (
     Redundancy,
     Status,
 )
+from holdfast.cluster.report.live import PlainJobView, describe_redundancy, render
 from holdfast.cluster.report.progress import JobProgress, RedundancyStatus, Reports, tell
-from holdfast.cluster.report.view import PlainJobView, describe_redundancy, render
 from holdfast.events import EventLog, read_events
 from holdfast.training.config import load
 

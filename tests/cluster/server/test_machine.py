@@ -17,9 +17,9 @@ from holdfast.cluster.protocol.messages import (
     Peer,
     Position,
     Pull,
+    PulledRows,
     Push,
     Pushed,
-    Rows,
     ServerInView,
     View,
     ViewNumber,
@@ -77,7 +77,7 @@ def test_nothing_is_compiled_once_the_job_runs(name: Any) -> None:
             server.receive(Envelope(worker, server.me, message, sent), 0.0)
     server.shards[0].write(np.arange(5), server.shards[0].read(np.arange(5)))  # as rows come back
     answers = [envelope.message for envelope in server.outbox]
-    assert [type(answer) for answer in answers] == [Rows, Pushed, Pushed] * 9
+    assert [type(answer) for answer in answers] == [PulledRows, Pushed, Pushed] * 9
     assert [answer.applied for answer in answers if isinstance(answer, Pushed)] == [False, True] * 9
     assert compiled() == before
 
@@ -98,7 +98,7 @@ def test_what_comes_before_the_start_is_answered_with_it() -> None:
     servers = (ServerInView(0, 1, starts=True, since=ViewNumber(1)),)
     view = View(ViewNumber(1), "running", servers, (WorkerInView(0, 1, starts=True),))
     server.receive(Envelope(Peer("supervisor"), server.me, view), 0.2)
-    assert [type(e.message) for e in server.outbox if e.target == worker] == [Rows, Pushed]
+    assert [type(e.message) for e in server.outbox if e.target == worker] == [PulledRows, Pushed]
     assert server.pushes == 1
 
 
@@ -132,7 +132,7 @@ def test_a_pull_that_overtakes_a_commit_waits_for_it() -> None:
         assert answers(Pull(7, parts, after=1), PLACES) == []
     assert len(answers(Pull(8, parts), PLACES)) == 1
     (rows, (pulled,)), (pushed, _) = answers(Commit(1))
-    assert rows == Rows(7, parts)
+    assert rows == PulledRows(7, parts)
     assert isinstance(pushed, Pushed)
     assert pushed.applied
     assert np.array_equal(pulled, (before - 1).ravel())

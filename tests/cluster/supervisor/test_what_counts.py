@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from holdfast.cluster.protocol.messages import Instant, LaneState, ServerBeat, ViewNumber, WorkerMark
 from holdfast.cluster.supervisor.machine import what_counts
-from holdfast.cluster.supervisor.members import Failure, ServerMember
+from holdfast.cluster.supervisor.members import JobFailure, ServerMember
 from holdfast.sim.cluster import counting_plan
 
 PLAN = counting_plan(servers=3, workers=2, atomic=False, k=2, r=1)
@@ -48,6 +48,6 @@ def test_without_parities_what_the_others_have_in_common() -> None:
 )
 def test_a_job_that_cannot_go_on(others: list[ServerMember], text: str) -> None:
     failure = what_counts(PLAN, DEAD, [DEAD, *others])
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, JobFailure)
     assert (failure.kind, failure.peer) == ("lost", DEAD.peer)
     assert text in failure.text

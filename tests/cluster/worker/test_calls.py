@@ -18,9 +18,9 @@ from holdfast.cluster.protocol.messages import (
     Peer,
     Position,
     Pull,
+    PulledRows,
     Push,
     Pushed,
-    Rows,
     ServerInView,
     View,
     ViewNumber,
@@ -29,14 +29,14 @@ from holdfast.cluster.protocol.messages import (
 )
 from holdfast.cluster.protocol.plan import Resume
 from holdfast.cluster.protocol.wire import Message
-from holdfast.cluster.worker.calls import Calls, Copy, Floats, Spread, empty_spread
+from holdfast.cluster.worker.calls import Calls, Copy, Floats, RowSpread, empty_spread
 from holdfast.cluster.worker.machine import Item, Worker
 from holdfast.sim.cluster import counting_plan
 
 
-def calls_of_a_worker() -> tuple[Calls, Spread]:
+def calls_of_a_worker() -> tuple[Calls, RowSpread]:
     plan = counting_plan(servers=1, workers=1, atomic=False)
-    spread = Spread(np.zeros(1, np.uint32), np.array([0, 1]))
+    spread = RowSpread(np.zeros(1, np.uint32), np.array([0, 1]))
     calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, np.zeros((1, 1), np.float32)))
     calls.adopt([ServerInView(0, 1, "there", starts=True)])
     calls.tick(10.0)
@@ -73,7 +73,7 @@ def test_a_worker_that_was_stopped_does_not_call_servers_stuck() -> None:
 def test_a_push_that_only_some_servers_have_applied_before_is_committed(order: tuple[int, ...]) -> None:
     """A worker begins again where the server stands that was replaced; the others know its pushes already."""
     plan = counting_plan(servers=3, workers=1, atomic=True)
-    spread = Spread(np.zeros(3, np.uint32), np.arange(4))
+    spread = RowSpread(np.zeros(3, np.uint32), np.arange(4))
     zeros = np.zeros((3, 1), np.float32)
     calls = Calls(Peer("worker", 0, 2), plan, lambda group: (spread, zeros))
     calls.adopt([ServerInView(slot, 1, "there", starts=True) for slot in range(3)])
@@ -100,7 +100,7 @@ def test_a_push_that_only_some_servers_have_applied_before_is_committed(order: t
 def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, resumed: bool) -> None:
     resume = Resume(version=3, steps=90) if resumed else None
     plan = replace(counting_plan(servers=2, workers=2, atomic=False), dense="workers", resume=resume)
-    spread = Spread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
+    spread = RowSpread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
     seconds = itertools.count(10.0)
     first, newest = np.zeros((2, 1), np.float32), np.full((2, 1), 7.0, np.float32)
     calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, first))
@@ -116,7 +116,7 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
         return [(len(m.parts), as_array(f[1], np.float32, (1, 1)).item() if f else None) for m, f in sent]
 
     call = calls.pull([spread, spread], 10.0)
-    asked = Rows(call.request, (), not_installed=(1,))
+    asked = PulledRows(call.request, (), not_installed=(1,))
     assert answers(asked) == [(1, 0.0)], "the job begins"
     cut = Instant(1, (WorkerMark(0), WorkerMark(1, 1, int(pushed))), (0,))
     calls.adopt([ServerInView(1, 2, "elsewhere", starts=True, cut=cut)])
@@ -136,7 +136,7 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
 def test_a_push_is_sent_again_until_a_copy_contains_it() -> None:
     """Servers keep its rows of the tables; of the network only workers have copies."""
     plan = replace(counting_plan(servers=2, workers=2, atomic=False), dense="workers")
-    spread = Spread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
+    spread = RowSpread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
     one, ones = np.ones((2, 1), np.float32), np.ones((2, 2), np.float32)
     calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, ones))
     calls.adopt([ServerInView(slot, 1, "there", starts=True) for slot in range(2)])
@@ -151,25 +151,25 @@ def test_a_push_is_sent_again_until_a_copy_contains_it() -> None:
     calls.tick(20.0)
     pull = next(e.message for e in calls.outbox if isinstance(e.message, Pull) and e.target.slot == 1)
     assert pull.after == 1
-    answer(1, Rows(pull.request, pull.parts, marks=(0, 4)), ones[:1])
+    answer(1, PulledRows(pull.request, pull.parts, marks=(0, 4)), ones[:1])
     assert calls.unkept == 1, "it was made before the push"
-    answer(0, Rows(pull.request, pull.parts, marks=(1, 4)), ones[:1])
+    answer(0, PulledRows(pull.request, pull.parts, marks=(1, 4)), ones[:1])
     calls.tick(30.0)
     pull = next(e.message for e in calls.outbox[::-1] if isinstance(e.message, Pull))
-    answer(1, Rows(pull.request, pull.parts, marks=(1, 4)), ones[:1])
+    answer(1, PulledRows(pull.request, pull.parts, marks=(1, 4)), ones[:1])
     assert (calls.unkept, calls.kept_sequence) == (0, 1)
 
 
 def test_part_of_a_network_that_is_still_being_pulled_is_known() -> None:
     plan = replace(counting_plan(servers=2, workers=1, atomic=False), dense="workers")
-    spread = Spread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
+    spread = RowSpread(np.zeros(2, np.uint32), np.array([0, 1, 2]))
     calls = Calls(Peer("worker", 0, 1), plan, lambda group: (spread, np.zeros((2, 2), np.float32)))
     calls.adopt([ServerInView(slot, 1, "there", starts=True) for slot in range(2)])
     call = calls.pull([empty_spread(2), spread], 10.0)
     weights = np.full((1, 2), 5.0, np.float32)
     for server in range(2):
         assert calls._copies.get(server) is None
-        rows = Rows(call.request, (Part(1, 1),), marks=(0,))
+        rows = PulledRows(call.request, (Part(1, 1),), marks=(0,))
         calls.receive(Envelope(Peer("server", server, 1), calls.me, rows, [weights]), 10.0)
         known = calls._copies.get(server)
         assert known is not None
@@ -179,7 +179,7 @@ def test_part_of_a_network_that_is_still_being_pulled_is_known() -> None:
 def test_nothing_waits_for_the_answers_to_a_commit() -> None:
     """Staged answers bring the network that a push will leave; what is pulled behind a commit contains it."""
     plan = counting_plan(servers=2, workers=1, atomic=True)
-    spread = Spread(np.zeros(2, np.uint32), np.arange(3))
+    spread = RowSpread(np.zeros(2, np.uint32), np.arange(3))
     zeros, network = (np.zeros((2, group.dim), np.float32) for group in plan.groups)
     worker = Worker(Peer("worker", 0, 1), plan, lambda group: (spread, network))
     servers = tuple(ServerInView(slot, 1, "there", starts=True) for slot in range(2))
@@ -198,7 +198,7 @@ def test_nothing_waits_for_the_answers_to_a_commit() -> None:
         for server, message in asked:
             if isinstance(message, Pull):
                 frames = [(zeros, network)[part.group][:1] for part in message.parts]
-                answer(server, Rows(message.request, message.parts), *frames)
+                answer(server, PulledRows(message.request, message.parts), *frames)
 
     for index in range(3):
         worker.feed(Item(Position(0, index), [spread, spread], samples=8), 0.0)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.protocol.messages import Position
-from holdfast.cluster.worker.faults import Acknowledged, Fault, acknowledged_path
+from holdfast.cluster.worker.faults import Acknowledged, PushFault, acknowledged_path
 from holdfast.errors import ConfigError
 
 
 def test_what_is_written_is_read() -> None:
-    assert Fault.parse("kill@push:4:1") == Fault("kill", "push", 4, 1)
-    assert Fault.parse("stop@pushed:3") == Fault("stop", "pushed", 3, 0)
-    assert Fault.parse("kill@commit:*:2") == Fault("kill", "commit", -1, 2)
+    assert PushFault.parse("kill@push:4:1") == PushFault("kill", "push", 4, 1)
+    assert PushFault.parse("stop@pushed:3") == PushFault("stop", "pushed", 3, 0)
+    assert PushFault.parse("kill@commit:*:2") == PushFault("kill", "commit", -1, 2)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_what_is_written_is_read() -> None:
 )
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="fault"):
-        Fault.parse(text)
+        PushFault.parse(text)
 
 
 ANY_PUSH = """

@@ -29,7 +29,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StoreChange:
     """Files that a shard has written, and those that they replace; counts once it is in a manifest."""
 
     version: int

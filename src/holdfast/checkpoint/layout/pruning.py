@@ -10,7 +10,7 @@ from holdfast.checkpoint.format.chunk import NewPiece, check_piece, decode_piece
 from holdfast.checkpoint.format.manifest import FileEntry
 from holdfast.checkpoint.format.records import Group, Rows
 from holdfast.checkpoint.layout import rounds
-from holdfast.checkpoint.layout.bundles import Change, FileWriter, read_indexes
+from holdfast.checkpoint.layout.bundles import FileWriter, StoreChange, read_indexes
 from holdfast.checkpoint.reading.stretches import open_file
 from holdfast.checkpoint.store import Store
 
@@ -34,7 +34,9 @@ def is_prunable(
     return entry.rows - needed > dead_fraction * entry.rows
 
 
-def prune(store: Store, entry: FileEntry, groups: Sequence[Group], kept_versions: Sequence[int]) -> Change:
+def prune(
+    store: Store, entry: FileEntry, groups: Sequence[Group], kept_versions: Sequence[int]
+) -> StoreChange:
     """Write a history file anew without the records that no kept version needs.
 
     Each of its records says when it died, so nothing else has to be read.
@@ -55,4 +57,4 @@ def prune(store: Store, entry: FileEntry, groups: Sequence[Group], kept_versions
                 pieces.append(NewPiece(piece.group, piece.rank, lives.rows, lives.born, lives.died))
     version = int(kept[-1])
     written = FileWriter(entry.shard, groups).write(store, version, "history", pieces)
-    return Change(version, "round", written, (entry.name,))
+    return StoreChange(version, "round", written, (entry.name,))

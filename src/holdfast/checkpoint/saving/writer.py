@@ -31,7 +31,8 @@ from holdfast.checkpoint.format.encoding import Encoder
 from holdfast.checkpoint.format.manifest import DenseEntry, Era, Version
 from holdfast.checkpoint.format.records import Bytes2D, Group, Rows
 from holdfast.checkpoint.layout.baselines import Baselines
-from holdfast.checkpoint.layout.shard import Change, Shard
+from holdfast.checkpoint.layout.bundles import StoreChange
+from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.memory.live import Gather, LiveTables
 from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
@@ -590,7 +591,7 @@ class Writer:
         rows: list[Rows],
         dense_parts: Callable[[], Sequence[Any]],
         metadata: dict[str, Any],
-    ) -> tuple[Change, Version]:
+    ) -> tuple[StoreChange, Version]:
         """Write the files of a version and publish the manifest that makes it exist."""
         number = outcome.version
         share = self.policy.background_share
@@ -617,7 +618,7 @@ class Writer:
         except Exception as error:  # the next writer clears it away
             log.warning("what a failed save left in %s stays: %s", self.store.url, message_of(error))
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: StoreChange) -> None:
         """A manifest with the change is durable."""
         try:
             self._shard.apply(change)

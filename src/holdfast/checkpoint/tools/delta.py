@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.records import Bytes2D, Field, Group, RowIds, Rows, Table
 from holdfast.checkpoint.format.tensor_file import Spec, check_free, new_tensor_file
-from holdfast.checkpoint.progress import byte_progress
+from holdfast.checkpoint.progress_bar import byte_progress
 from holdfast.checkpoint.reading.version import VersionReader, open_version
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.tools.export import (
     WEIGHT,
+    ExportedFile,
     FieldKey,
     RowTensor,
-    Written,
     as_one,
     choose_object,
     encode_dense,
@@ -68,7 +68,7 @@ def export_as(
     since: int | None = None,
     all_fields: bool = False,
     force: bool = False,
-) -> Written:
+) -> ExportedFile:
     """Export in a format by name; ``since`` and ``all_fields`` are of "delta" alone."""
     if format_ == "delta":
         if since is None:
@@ -91,7 +91,7 @@ def export_delta(
     object_name: str | None = None,
     all_fields: bool = False,
     force: bool = False,
-) -> Written:
+) -> ExportedFile:
     """Write what leads from one version's export to another's, the newest by default, as safetensors.
 
     Args:
@@ -105,7 +105,7 @@ def export_delta(
     """
     check_free(out, force=force)
 
-    def write(reader: VersionReader) -> Written:
+    def write(reader: VersionReader) -> ExportedFile:
         tree = read_tree(reader)
         name = choose_object(tree, object_name)
         tensors, aliases = row_tensors(reader.groups, places_of(tree["objects"][name]))
@@ -156,7 +156,7 @@ def _write(
     metadata: Mapping[str, str],
     *,
     force: bool,
-) -> Written:
+) -> ExportedFile:
     dense, dense_bytes, text = encode_dense(state)
     specs = [Spec(f"dense/{s.name}", s.dtype, s.shape) for s in dense]
     data = {f"dense/{name}": part for name, part in dense_bytes.items()}
@@ -180,7 +180,7 @@ def _write(
         for name, part in data.items():
             file.bytes(name)[:] = part
     rows = sum(len(ids) for ids, _ in changes.values())
-    return Written(str(out), reader.version.version, len(specs), out.stat().st_size, rows)
+    return ExportedFile(str(out), reader.version.version, len(specs), out.stat().st_size, rows)
 
 
 @contextlib.contextmanager

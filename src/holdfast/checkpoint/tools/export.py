@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.format.dense import TablePlace, decode_tree, encode_tree, map_tree
 from holdfast.checkpoint.format.records import Bytes2D, Field, Group, Rows, Table
 from holdfast.checkpoint.format.tensor_file import Spec, check_free, mapped, new_tensor_file
-from holdfast.checkpoint.progress import byte_progress
+from holdfast.checkpoint.progress_bar import byte_progress
 from holdfast.checkpoint.reading.version import VersionReader, open_version
 from holdfast.checkpoint.store import Store
 from holdfast.errors import CheckpointError, ConfigError, CorruptCheckpoint, ObjectMissing, StoreError
@@ -36,7 +36,7 @@ FieldKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ExportedFile:
     """What was written where."""
 
     path: str
@@ -47,7 +47,7 @@ class Written:
     """Of a delta: how many it lists."""
 
 
-def restore_file(store: Store, version: int | None, out: Path, *, force: bool = False) -> Written:
+def restore_file(store: Store, version: int | None, out: Path, *, force: bool = False) -> ExportedFile:
     """Write all state of a version, the newest by default, as one safetensors file.
 
     Weights have their names ("model.tables.0.weight"), other fields of rows theirs behind it
@@ -56,7 +56,7 @@ def restore_file(store: Store, version: int | None, out: Path, *, force: bool = 
     """
     check_free(out, force=force)
 
-    def write(reader: VersionReader) -> Written:
+    def write(reader: VersionReader) -> ExportedFile:
         tree = read_tree(reader)
         state = {_free_name("rng", tree["objects"]): tree.get("rng"), **tree["objects"]}
         places = places_of(state)
@@ -79,11 +79,11 @@ def restore_file(store: Store, version: int | None, out: Path, *, force: bool = 
 
 def export_model(
     store: Store, version: int | None, out: Path, *, object_name: str | None = None, force: bool = False
-) -> Written:
+) -> ExportedFile:
     """Write the ``state_dict`` of one object, by default of the only module, as a safetensors file."""
     check_free(out, force=force)
 
-    def write(reader: VersionReader) -> Written:
+    def write(reader: VersionReader) -> ExportedFile:
         tree = read_tree(reader)
         name = choose_object(tree, object_name)
         state = tree["objects"][name]
@@ -96,7 +96,7 @@ def export_model(
 
 def export_dcp(
     store: Store, version: int | None, out: Path, *, object_name: str | None = None, force: bool = False
-) -> Written:
+) -> ExportedFile:
     """Write a folder that ``torch.distributed.checkpoint.load`` reads.
 
     It holds the ``state_dict`` of every object under the object's name, or with ``object_name`` that
@@ -104,14 +104,14 @@ def export_dcp(
     """
     _check_folder(out, force=force)
 
-    def write(reader: VersionReader) -> Written:
+    def write(reader: VersionReader) -> ExportedFile:
         tree = read_tree(reader)
         objects = tree["objects"]
         state = objects if object_name is None else objects[choose_object(tree, object_name)]
         with _scratch_rows(reader, places_of(state), out.parent) as rows:
             tensors = _save_dcp(state, rows, out, force=force)
         size = sum(file.stat().st_size for file in out.iterdir())
-        return Written(str(out), reader.version.version, tensors, size)
+        return ExportedFile(str(out), reader.version.version, tensors, size)
 
     return reading(store, version, write)
 
@@ -138,7 +138,7 @@ class RowTensor:
         return Spec(self.name, self.field.dtype, self.shape if self.shape is not None else flat)
 
 
-def reading(store: Store, version: int | None, work: Callable[[VersionReader], Written]) -> Written:
+def reading(store: Store, version: int | None, work: Callable[[VersionReader], ExportedFile]) -> ExportedFile:
     """``work`` on an open version; again if a writer took away its files in the meantime."""
     for _ in range(_TRIES):
         with open_version(store, version) as reader:
@@ -282,7 +282,7 @@ def _write_file(
     aliases: Mapping[str, str],
     *,
     force: bool,
-) -> Written:
+) -> ExportedFile:
     dense, data, text = encode_dense(state)
     specs = {r.name: r.spec for r in rows}
     for spec in dense:
@@ -301,7 +301,7 @@ def _write_file(
         read_into(reader, {r.key: file.rows(r.name, r.table.rows) for r in rows})
         for alias, name in aliases.items():  # tied weights: a plain file has them twice
             file.bytes(alias)[:] = file.bytes(name)
-    return Written(str(out), version.version, len(specs), out.stat().st_size)
+    return ExportedFile(str(out), version.version, len(specs), out.stat().st_size)
 
 
 def _free_name(name: str, taken: Mapping[str, Any]) -> str:

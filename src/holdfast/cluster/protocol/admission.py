@@ -27,11 +27,11 @@ from holdfast.cluster.protocol.messages import (
     Part,
     Peer,
     Pull,
+    PulledRows,
     Push,
     Pushed,
     Redundancy,
     Relay,
-    Rows,
     Saved,
     ServerBeat,
     ServerInView,
@@ -44,8 +44,8 @@ from holdfast.cluster.protocol.messages import (
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.stripe_messages import (
     Agreed,
-    Change,
     Compare,
+    Differences,
     Forget,
     ReadStripes,
     Recover,
@@ -112,13 +112,13 @@ class _Checks:
         """How many slots of a role may send a message of a kind here."""
         self._checks: Mapping[type[Message], Callable[[Any, Sequence[Frame], Peer], None]] = {
             Pull: self._pull,
-            Rows: self._rows,
+            PulledRows: self._rows,
             Install: self._install,
             Lacks: self._lacks,
             Push: self._push,
             Pushed: self._pushed,
             Relay: self._relay,
-            Change: self._change,
+            Differences: self._change,
             Values: self._values,
             Forget: self._forget,
             ReadStripes: self._read,
@@ -156,7 +156,7 @@ class _Checks:
             self._group(part.group)
             _size(frame, part.rows, _WORD)
 
-    def _rows(self, message: Rows, frames: Sequence[Frame], source: Peer) -> None:
+    def _rows(self, message: PulledRows, frames: Sequence[Frame], source: Peer) -> None:
         _count(frames, len(message.parts))
         for part, frame in zip(message.parts, frames, strict=True):
             self._group(part.group)
@@ -218,7 +218,7 @@ class _Checks:
 
     # Among servers
 
-    def _change(self, message: Change, frames: Sequence[Frame], source: Peer) -> None:
+    def _change(self, message: Differences, frames: Sequence[Frame], source: Peer) -> None:
         self._instant(message.instant)
         _count(frames, 2 * len(message.parts))
         for number, part in enumerate(message.parts):

@@ -1,6 +1,6 @@
 """The wire's values. A message is a small header and raw arrays (*frames*) that belong to it.
 
-Data goes between workers and servers: ``Pull`` → ``Rows``; ``Push`` (→ ``Pushed``, then ``Commit``) →
+Data goes between workers and servers: ``Pull`` → ``PulledRows``; ``Push`` (→ ``Pushed``, then ``Commit``) →
 ``Pushed``. Control is of two kinds, and both say how things *are*, not what to do, so that one that is lost,
 repeated or late does no harm: a node's beat (``ServerBeat``, ``WorkerBeat``, ``LauncherBeat``) tells the
 supervisor where it stands, the supervisor's ``View`` tells a node how the job is to be. A node
@@ -59,7 +59,7 @@ class Pull(Struct, frozen=True, array_like=True, tag="pull"):
     """The worker's push that they must contain: the server waits for it, if it is still on its way."""
 
 
-class Rows(Struct, frozen=True, array_like=True, tag="rows"):
+class PulledRows(Struct, frozen=True, array_like=True, tag="rows"):
     """The answer. Frames: each part's weights, float32 [rows, dim].
 
     ``not_installed`` names groups whose first values have not come yet: of those there is no frame.
@@ -151,7 +151,7 @@ class Pushed(Struct, frozen=True, array_like=True, tag="pushed"):
     """The newest push of this worker that no failure which the code covers can undo."""
     rows: int = 0
     marks: tuple[int, ...] = ()
-    """As in ``Rows``. The rows of a push that is only staged contain that one, too."""
+    """As in ``PulledRows``. The rows of a push that is only staged contain that one, too."""
 
 
 class Kept(Struct, frozen=True, array_like=True, tag="kept"):

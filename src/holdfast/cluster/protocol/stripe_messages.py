@@ -1,8 +1,8 @@
 """What servers tell each other of stripes.
 
-In a *lane*, which is an owner's messages to one parity server in order, each once: ``Change``, ``Values``,
-``Forget`` (→ ``Taken``). Outside of it ``ReadStripes`` asks an owner for ``Values``, and ``Recover`` asks a
-parity server for ``Syndromes``, again until the answer is there.
+In a *lane*, which is an owner's messages to one parity server in order, each once: ``Differences``,
+``Values``, ``Forget`` (→ ``Taken``). Outside of it ``ReadStripes`` asks an owner for ``Values``, ``Recover``
+asks a parity server for ``Syndromes``, and ``Compare`` for ``Agreed``, again until the answer is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StripePart(Struct, frozen=True, array_like=True):
     rows: int
 
 
-class Change(Struct, frozen=True, array_like=True, tag="change"):
+class Differences(Struct, frozen=True, array_like=True, tag="change"):
     """Owner → parity server, in their lane: old XOR new of records, of one or many pushes.
 
     Batches of changes are numbered alike in all lanes of an owner.
@@ -62,7 +62,7 @@ class Forget(Struct, frozen=True, array_like=True, tag="forget"):
     parts: tuple[StripePart, ...]
 
 
-LaneMessage = Change | Values | Forget
+LaneMessage = Differences | Values | Forget
 
 
 class Taken(Struct, frozen=True, array_like=True, tag="taken"):

@@ -22,12 +22,12 @@ from holdfast.cluster.protocol.messages import (
     NoCopy,
     Peer,
     Pull,
+    PulledRows,
     Push,
     Pushed,
     Refused,
     Relay,
     Role,
-    Rows,
     Saved,
     ServerBeat,
     Status,
@@ -36,8 +36,8 @@ from holdfast.cluster.protocol.messages import (
 )
 from holdfast.cluster.protocol.stripe_messages import (
     Agreed,
-    Change,
     Compare,
+    Differences,
     Forget,
     ReadStripes,
     Recover,
@@ -48,7 +48,7 @@ from holdfast.cluster.protocol.stripe_messages import (
 
 Message = (
     Pull
-    | Rows
+    | PulledRows
     | Install
     | Hello
     | Lacks
@@ -61,7 +61,7 @@ Message = (
     | Kept
     | Refused
     | Relay
-    | Change
+    | Differences
     | Values
     | Forget
     | Taken
@@ -86,7 +86,7 @@ _AMONG_SERVERS: Final[_Routes] = frozenset({("server", "server")})
 
 ROUTES: Final[Mapping[type[Message], _Routes]] = {
     Pull: _TO_SERVER,
-    Rows: _TO_WORKER,
+    PulledRows: _TO_WORKER,
     Install: _TO_SERVER,
     Hello: _TO_SERVER,
     Lacks: _TO_WORKER,
@@ -99,7 +99,7 @@ ROUTES: Final[Mapping[type[Message], _Routes]] = {
     Kept: _TO_WORKER,
     Refused: _TO_WORKER,
     Relay: _TO_SERVER | _TO_WORKER | _AMONG_SERVERS,
-    Change: _AMONG_SERVERS,
+    Differences: _AMONG_SERVERS,
     Values: _AMONG_SERVERS,
     Forget: _AMONG_SERVERS,
     Taken: _AMONG_SERVERS,

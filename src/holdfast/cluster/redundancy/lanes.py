@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.messages import Instant, Peer
-from holdfast.cluster.protocol.stripe_messages import Change, LaneMessage, StripePart
+from holdfast.cluster.protocol.stripe_messages import Differences, LaneMessage, StripePart
 
 
 @dataclass
@@ -64,7 +64,7 @@ class OutLane:
         while self._waiting and _number_of(self._waiting[0]) <= number:
             message = self._waiting.popleft().message
             taken = True
-            if isinstance(message, Change) and not message.more:
+            if isinstance(message, Differences) and not message.more:
                 self.batch = message.instant.batch
         if taken:
             self.since, self._patience = now, max(patience, self._patience / 2)
@@ -108,7 +108,7 @@ class InLane:
     """Of the newest message that was taken."""
     log: deque[LoggedChange] = field(default_factory=deque)
     """Batches that other parity servers may lack."""
-    _begun: list[tuple[Change, Sequence[Frame]]] = field(default_factory=list)
+    _begun: list[tuple[Differences, Sequence[Frame]]] = field(default_factory=list)
     _early: dict[int, Envelope] = field(default_factory=dict)
     _early_bytes: int = 0
 
@@ -125,12 +125,12 @@ class InLane:
             self._early_bytes -= envelope.nbytes()
         return envelope
 
-    def begin(self, message: Change, frames: Sequence[Frame]) -> None:
+    def begin(self, message: Differences, frames: Sequence[Frame]) -> None:
         """The next message is the beginning of a batch: it counts with the rest of it."""
         self.number = message.number
         self._begun.append((message, frames))
 
-    def whole(self, message: Change, frames: Sequence[Frame]) -> tuple[Change, Sequence[Frame]]:
+    def whole(self, message: Differences, frames: Sequence[Frame]) -> tuple[Differences, Sequence[Frame]]:
         """The last message of a batch, with all that have begun it."""
         if not self._begun:
             return message, frames
@@ -144,9 +144,11 @@ class InLane:
         if not self.known:
             self.known = True
             # Before its first change nothing is known of workers, and nobody will ask.
-            before = Instant(message.instant.batch - 1) if isinstance(message, Change) else message.instant
+            before = (
+                Instant(message.instant.batch - 1) if isinstance(message, Differences) else message.instant
+            )
             self.now = self.first = before
-        if isinstance(message, Change):
+        if isinstance(message, Differences):
             self._begun.clear()
             self.now = message.instant
             self.log.append(LoggedChange(message.instant, message.parts, frames))

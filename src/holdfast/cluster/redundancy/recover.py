@@ -24,7 +24,7 @@ from holdfast.cluster.protocol.messages import Peer, Redundancy
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.stripe_messages import Recover, Syndromes
 from holdfast.cluster.redundancy.parity import Records
-from holdfast.cluster.redundancy.replicator import Protection
+from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.tables.shard import GroupShard
 
 _AGAIN_SECONDS = 0.5
@@ -84,7 +84,7 @@ class Recovery:
         self,
         plan: JobPlan,
         shards: Sequence[GroupShard],
-        protection: Protection,
+        protection: Replicator,
         on_rows: Callable[[], None],
         on_lost: Callable[[int, NDArray[np.int64]], None],
     ) -> None:

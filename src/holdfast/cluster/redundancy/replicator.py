@@ -34,7 +34,7 @@ from holdfast.cluster.protocol.messages import (
 )
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.stripe_messages import (
-    Change,
+    Differences,
     Forget,
     LaneMessage,
     ReadStripes,
@@ -50,7 +50,7 @@ from holdfast.tables.shard import GroupShard
 _Share = tuple[StripePart, Blocks, Records]
 
 
-class Protection:
+class Replicator:
     """The machine of it: no clock, no socket.
 
     Args:
@@ -175,7 +175,7 @@ class Protection:
             lane = self._out[slot]
             messages = list(_in_messages(share, self.plan.lanes.most_bytes))
             for left, (parts, frames) in zip(reversed(range(len(messages))), messages, strict=True):
-                message = Change(lane.next_number, self._flushed, self.stable, parts, more=left > 0)
+                message = Differences(lane.next_number, self._flushed, self.stable, parts, more=left > 0)
                 self._send(lane, message, frames, now)
         self._advance()
 
@@ -280,10 +280,10 @@ class Protection:
         self._post(source, Taken(lane.number))
 
     def _take_next(self, lane: InLane, source: Peer, message: LaneMessage, frames: Sequence[Frame]) -> None:
-        if isinstance(message, Change) and message.more:
+        if isinstance(message, Differences) and message.more:
             lane.begin(message, frames)
             return
-        if isinstance(message, Change):
+        if isinstance(message, Differences):
             message, frames = lane.whole(message, frames)
             parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
             for part, blocks, records in parts:

@@ -31,7 +31,7 @@ from holdfast.cluster.protocol.stripe_messages import (
 )
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.redundancy.parity import Blocks, Records, read_only
-from holdfast.cluster.redundancy.replicator import Protection
+from holdfast.cluster.redundancy.replicator import Replicator
 
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024
@@ -80,7 +80,7 @@ class _Vote:
     waiting: set[int] = field(default_factory=set)
 
 
-class Rebuilding:
+class Stripes:
     """The machine of it.
 
     Args:
@@ -88,7 +88,7 @@ class Rebuilding:
         protection: of this server; whoever made it hands over the values and changes that it gets.
     """
 
-    def __init__(self, plan: JobPlan, protection: Protection) -> None:
+    def __init__(self, plan: JobPlan, protection: Replicator) -> None:
         self.rebuilt = 0
         """Parities that were lost and are whole again."""
         self.scrubbed = self.wrong = self.repaired = 0

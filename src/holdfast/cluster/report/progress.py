@@ -42,7 +42,7 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Lacking:
+class LackingServer:
     """A server of a protected job that does not have all that it is to hold: stripes with a record there can
     do without fewer others."""
 
@@ -66,7 +66,7 @@ class RedundancyStatus:
     state: Literal["healthy", "degraded"]
     tolerates: int
     """How many may die now, whichever they are, before something is lost."""
-    lacking: tuple[Lacking, ...]
+    lacking: tuple[LackingServer, ...]
     """Servers that do not have all rows and parities."""
 
 
@@ -175,17 +175,17 @@ class Reports:
         degraded = bool(lacking) or status.degraded
         return RedundancyStatus("degraded" if degraded else "healthy", max(0, code.r - len(lacking)), lacking)
 
-    def _lacking(self, node: NodeStatus) -> Lacking | None:
+    def _lacking(self, node: NodeStatus) -> LackingServer | None:
         has = node.redundancy
         (speed,) = self._speed(node.peer, has.recovered + has.rebuilt, of="redundancy")
         if node.state == "starting":  # the first of its slot has lost nothing
             slot = node.peer.slot
-            return Lacking(slot, "gone", 0, 0, 0.0, None) if node.peer.incarnation > 1 else None
+            return LackingServer(slot, "gone", 0, 0, 0.0, None) if node.peer.incarnation > 1 else None
         left = has.rows + has.parities
         if not left:
             return None
         back, lack = (has.recovered, has.rows) if has.rows else (has.rebuilt, has.parities)
-        return Lacking(
+        return LackingServer(
             node.peer.slot,
             "recovering" if has.rows else "rebuilding",
             has.rows,

@@ -22,7 +22,7 @@ Name = tuple[Role, int]
 """A node by its role and slot."""
 
 
-class Member(Struct, frozen=True, array_like=True):
+class KeyHolder(Struct, frozen=True, array_like=True):
     """A node's public key."""
 
     role: Role
@@ -35,7 +35,7 @@ class Keys(Struct, frozen=True, dict=True):  # a dict for what is computed once
 
     public: str
     secret: str
-    members: tuple[Member, ...]
+    members: tuple[KeyHolder, ...]
 
     def __repr__(self) -> str:
         return f"Keys(public={self.public!r}, secret=…, members of {len(self.members)} nodes)"
@@ -68,7 +68,7 @@ class JobKeys:
                 'bind="ipc"'
             )
         self._pairs = {name: _pair() for name in _names(servers, workers)}
-        self._members = tuple(Member(*name, public) for name, (public, _) in self._pairs.items())
+        self._members = tuple(KeyHolder(*name, public) for name, (public, _) in self._pairs.items())
 
     def of(self, peer: Peer) -> Keys:
         """What a node is to hold."""

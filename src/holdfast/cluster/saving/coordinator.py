@@ -1,6 +1,6 @@
 """The supervisor's part of a checkpoint: when to cut, and one manifest for what all servers have written.
 
-``Versions.advance`` is the main path, one stage after the other: *cutting* (the supervisor makes the
+``SaveCoordinator.advance`` is the main path, one stage after the other: *cutting* (the supervisor makes the
 workers hold and the servers copy), *collecting* (what has each server written?), *committing* (the dense
 file, then the manifest), *tidying* (servers rearrange files) and *replacing* (a manifest with those).
 Everything that touches the store runs behind the supervisor's back.
@@ -78,7 +78,7 @@ class _Save:
     asked: dict[int, float] = field(default_factory=dict)
 
 
-class Versions:
+class SaveCoordinator:
     """Saves a job; implements ``supervisor.machine.Keeper``.
 
     Args:
@@ -112,8 +112,8 @@ class Versions:
         self._opening = Opening(open_store, self._policy, runs, now)
         self._catalog: Catalog | None = None
         self._save: _Save | None = None
-        self._outcome: Outcome | None = None
-        self._clearing: Outcome | None = None
+        self._outcome: BackgroundOutcome | None = None
+        self._clearing: BackgroundOutcome | None = None
         self._era = 0
         self._beyond_bytes = 0
         self._last_number = 0
@@ -477,7 +477,7 @@ class Versions:
         self.events.append((event, figures))
 
 
-class Outcome:
+class BackgroundOutcome:
     """What became of a job in the background."""
 
     def __init__(self) -> None:
@@ -485,9 +485,9 @@ class Outcome:
         self.error: Exception | None = None
 
 
-def start(runs: Runs, job: Callable[[], None]) -> Outcome:
+def start(runs: Runs, job: Callable[[], None]) -> BackgroundOutcome:
     """Do something behind the supervisor's back."""
-    outcome = Outcome()
+    outcome = BackgroundOutcome()
 
     def run() -> None:
         try:
@@ -529,7 +529,7 @@ class Opening:
         self._runs = runs
         self._store: Store | None = None
         self._opened: Catalog | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: BackgroundOutcome | None = None
         self._first = self._began = self._next = now
 
     def advance(self, now: float) -> None:

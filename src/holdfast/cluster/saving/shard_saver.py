@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.manifest import FileEntry, Version, read_newest
 from holdfast.checkpoint.format.records import Bytes2D, Rows
-from holdfast.checkpoint.layout.shard import Change, Shard
+from holdfast.checkpoint.layout.bundles import StoreChange
+from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.memory.priority import large_tables, make_priority
 from holdfast.checkpoint.memory.tracker import RowSet
 from holdfast.checkpoint.store import Store
@@ -55,7 +56,7 @@ class FileNote(Struct, frozen=True):
     replaced: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
-    def of(cls, change: Change | None) -> FileNote:
+    def of(cls, change: StoreChange | None) -> FileNote:
         """Of a shard's change; of none, nothing."""
         if change is None:
             return cls()
@@ -91,14 +92,14 @@ class _Save:
     """Of each group of tables: rows and records."""
     network: NDArray[np.uint32] | None = None
     shard: Shard | None = None
-    change: Change | None = None
+    change: StoreChange | None = None
     error: str = ""
     kind: str = ""
     """Of the error."""
     seconds: float = 0.0
     written: bool = False
     committed: bool = False
-    tidy: Change | None = None
+    tidy: StoreChange | None = None
     tidy_error: str = ""
     tidy_asked: bool = False
     tidied: bool = False
@@ -340,7 +341,7 @@ class ShardSaver:
         finally:
             save.tidied = True
 
-    def _apply_tidy(self, change: Change) -> None:
+    def _apply_tidy(self, change: StoreChange) -> None:
         try:
             if self._shard is not None:
                 self._shard.apply(change)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import Kept, Peer, Pushed, View
 from holdfast.cluster.protocol.plan import JobPlan
-from holdfast.cluster.redundancy.replicator import Protection
+from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.cluster.server.ledger import PushLedger
 
 
@@ -29,7 +29,7 @@ class KeptPushes:
         me: Peer,
         plan: JobPlan,
         ledger: PushLedger[Any],
-        protection: Protection | None,
+        protection: Replicator | None,
         outbox: list[Envelope],
     ) -> None:
         self._me, self._lanes, self._outbox = me, plan.lanes, outbox

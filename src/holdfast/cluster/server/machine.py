@@ -24,12 +24,12 @@ from holdfast.cluster.protocol.messages import (
     NoCopy,
     Peer,
     Pull,
+    PulledRows,
     Push,
     Pushed,
     Redundancy,
     Refused,
     Relay,
-    Rows,
     Saved,
     ServerBeat,
     ServerInView,
@@ -53,8 +53,8 @@ from holdfast.cluster.protocol.stripe_messages import (
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.redundancy.parity import Blocks, Records
 from holdfast.cluster.redundancy.recover import Recovery, SavedRecords
-from holdfast.cluster.redundancy.replicator import Protection
-from holdfast.cluster.redundancy.stripes import Rebuilding
+from holdfast.cluster.redundancy.replicator import Replicator
+from holdfast.cluster.redundancy.stripes import Stripes
 from holdfast.cluster.server.deferred import Waiting
 from holdfast.cluster.server.durability import KeptPushes
 from holdfast.cluster.server.initial_values import Contents, Installing
@@ -160,12 +160,12 @@ class Server:
         self._waiting = Waiting()
         self.routes = Routes(me, plan, self._started_servers)
         self._changed = False
-        self.protection: Protection | None = None
-        self.rebuilding: Rebuilding | None = None
+        self.protection: Replicator | None = None
+        self.rebuilding: Stripes | None = None
         self.recovery: Recovery | None = None
         if plan.r:
             self.protection = self._make_protection(fresh=fresh and not replaces)
-            self.rebuilding = Rebuilding(plan, self.protection)
+            self.rebuilding = Stripes(plan, self.protection)
             if replaces:
                 self.recovery = Recovery(plan, self.shards, self.protection, self._serve_waiting, on_lost)
         self._kept = KeptPushes(me, plan, self._ledger, self.protection, self.outbox)
@@ -176,9 +176,9 @@ class Server:
             self.contents = Contents(self.shards[-1], self._ledger, self._installing, self._touched)
         self._now = 0.0
 
-    def _make_protection(self, *, fresh: bool) -> Protection:
+    def _make_protection(self, *, fresh: bool) -> Replicator:
         marks, shards = self._ledger.marks, self.shards
-        protection = Protection(
+        protection = Replicator(
             self.me,
             self.plan,
             shards,
@@ -422,7 +422,7 @@ class Server:
             self._protect(self.protection, self.rebuilding, envelope)
         return None, ()
 
-    def _protect(self, protection: Protection, rebuilding: Rebuilding, envelope: Envelope) -> None:
+    def _protect(self, protection: Replicator, rebuilding: Stripes, envelope: Envelope) -> None:
         """What servers tell each other."""
         message, frames, source = envelope.message, envelope.frames, envelope.source
         if isinstance(message, Taken | Values | Syndromes | Agreed):
@@ -580,20 +580,20 @@ class Server:
                     return replace(answer, rows=len(places), marks=self._contained(group)), [rows]
         return answer, ()
 
-    def _pull(self, envelope: Envelope, message: Pull) -> tuple[Rows | None, Sequence[Frame]]:
+    def _pull(self, envelope: Envelope, message: Pull) -> tuple[PulledRows | None, Sequence[Frame]]:
         if len(envelope.frames) != len(message.parts):
             raise ValueError("a pull whose frames do not fit its parts")
         if self._is_ahead(envelope, message):
             return None, ()
         missing = tuple(p.group for p in message.parts if not shard_of(self.shards, p).installed)
         if missing:
-            return Rows(message.request, (), missing), ()
+            return PulledRows(message.request, (), missing), ()
         wanted = pulled_rows(message.parts, envelope.frames)
         if self._waits(envelope, "pull", message.request, wanted):
             return None, ()
         marks = self._contained(message.parts[-1].group) if message.parts else ()
         rows = [self.shards[g].pull(places) for g, places, _ in wanted]
-        return Rows(message.request, message.parts, marks=marks), rows
+        return PulledRows(message.request, message.parts, marks=marks), rows
 
     def _install(self, source: Peer, message: Install, frames: Sequence[Frame]) -> None:
         network = len(self.shards) - 1

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.cluster.protocol.messages import Peer
-from holdfast.cluster.redundancy.replicator import Protection
+from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.tables.shard import Floats, GroupShard, Places, Records
 
 ROWS_FOLDER = "rows"
@@ -41,7 +41,7 @@ class Witness:
     """
 
     def __init__(self, folder: Path, me: Peer) -> None:
-        self.protection: Protection | None = None
+        self.protection: Replicator | None = None
         self.cut = 0
         self.compared = 0
         self.unequal = 0

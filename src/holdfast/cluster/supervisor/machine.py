@@ -39,7 +39,7 @@ from holdfast.cluster.protocol.messages import (
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.supervisor.evaluations import Evaluations
-from holdfast.cluster.supervisor.members import Cut, Failure, Member, ServerMember, Tally, WorkerMember
+from holdfast.cluster.supervisor.members import Cut, JobFailure, Member, ServerMember, Tally, WorkerMember
 from holdfast.cluster.supervisor.recovery_log import RecoveryLog
 from holdfast.cluster.supervisor.views import Storage, Views
 
@@ -81,7 +81,7 @@ class Supervisor:
         self.admission = Admission(self.me, plan)
         self.outbox: list[Envelope] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.failure: Failure | None = None
+        self.failure: JobFailure | None = None
         self.cut: Cut | None = None
         self.cuts_made: list[Cut] = []
         """Cuts that all servers have copied; whoever saves takes them out."""
@@ -301,7 +301,7 @@ class Supervisor:
         """Decide how much of a dead server's work counts, if the job can go on without it."""
         server.samples_then = self.samples()
         counts = what_counts(self.plan, server, self.servers)
-        if isinstance(counts, Failure):
+        if isinstance(counts, JobFailure):
             self._fail(counts)
             return
         self._views.change_server(server.slot, cut=counts)
@@ -386,7 +386,7 @@ class Supervisor:
         self, member: ServerMember | WorkerMember, beat: ServerBeat | WorkerBeat, now: float
     ) -> None:
         if beat.state == "failed":
-            self._fail(Failure("error", member.peer, beat.error))
+            self._fail(JobFailure("error", member.peer, beat.error))
         elif isinstance(member, WorkerMember) and beat.stuck_on and member.stage == "started":
             # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
             if not any(self.servers[s].makes_wait for s in beat.stuck_on) and all(
@@ -424,11 +424,11 @@ class Supervisor:
         protects = {"protected": protected, **partial} if member.role == "server" else {}
         self.events.append(member.event(f"{member.role}_lost", reason=how, step=self.steps(), **protects))
         if isinstance(member, ServerMember) and not protected:
-            self._fail(Failure("server", member.peer, how))
+            self._fail(JobFailure("server", member.peer, how))
         elif isinstance(member, ServerMember) and self.plan.partial == "full":
-            self._fail(Failure("lost", member.peer, how))
+            self._fail(JobFailure("lost", member.peer, how))
         elif self._count_death(member) > self.plan.most_deaths:
-            self._fail(Failure("worker" if member.role == "worker" else "server", member.peer, how))
+            self._fail(JobFailure("worker" if member.role == "worker" else "server", member.peer, how))
         elif (stalled := self._stalls.note_loss(member, how, now)) is not None:
             self._fail(stalled)
         else:
@@ -463,7 +463,7 @@ class Supervisor:
             if self.view.phase == "holding":
                 self._views.change(phase="running")
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: JobFailure) -> None:
         if self.failure is None and self.view.phase != "stopping":
             self.failure = failure
             self._views.change(phase="stopping")
@@ -512,7 +512,7 @@ class Stalls:
         """For so long nobody has looked."""
         self._since += seconds
 
-    def note_loss(self, member: Member, how: str, now: float) -> Failure | None:
+    def note_loss(self, member: Member, how: str, now: float) -> JobFailure | None:
         """A node is lost; why another in its place would not help, if nothing has moved for too long."""
         self._seen = now
         if isinstance(member, ServerMember):
@@ -520,9 +520,9 @@ class Stalls:
         if self._is_patient(now):
             return None
         limit = self._plan.timing.hopeless_seconds
-        return Failure("stalled", member.peer, f"{how}, and no batch has counted for {limit:g} s")
+        return JobFailure("stalled", member.peer, f"{how}, and no batch has counted for {limit:g} s")
 
-    def look(self, steps: int, members: Sequence[Member], now: float) -> Failure | None:
+    def look(self, steps: int, members: Sequence[Member], now: float) -> JobFailure | None:
         """Why the job cannot go on, if nothing has moved for too long."""
         beats = [s.beat for s in self._servers if s.beat is not None]
         lacking = sum(beat.redundancy.rows + beat.redundancy.parities for beat in beats)
@@ -543,7 +543,7 @@ class Stalls:
     def _is_patient(self, now: float) -> bool:
         return not self._plan.r or now - self._since <= self._plan.timing.hopeless_seconds
 
-    def _describe(self, ill: Sequence[ServerMember], stuck: Sequence[Member]) -> Failure:
+    def _describe(self, ill: Sequence[ServerMember], stuck: Sequence[Member]) -> JobFailure:
         limit = self._plan.timing.hopeless_seconds
         who = (*ill, *stuck)[0]
         said = ill[0].beat.redundancy if ill and ill[0].beat is not None else None
@@ -552,10 +552,10 @@ class Stalls:
             f"{m.peer} does not reach server {m.beat.stuck_on[0]}" for m in stuck if m.beat is not None
         )
         text = f"{lacks if ill else 'waits'}, and nothing has come back for {limit:g} s"
-        return Failure("stalled", who.peer, f"{text} ({links})" if links else text)
+        return JobFailure("stalled", who.peer, f"{text} ({links})" if links else text)
 
 
-def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMember]) -> Instant | Failure:
+def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMember]) -> Instant | JobFailure:
     """What all of its parity servers have; why the job cannot go on if nobody can say."""
     others = [server for server in servers if server is not dead]
     states = [
@@ -575,7 +575,9 @@ def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMembe
     return min((state.now for state in last), key=lambda instant: instant.batch)
 
 
-def _without_parities(plan: JobPlan, dead: ServerMember, others: Sequence[ServerMember]) -> Instant | Failure:
+def _without_parities(
+    plan: JobPlan, dead: ServerMember, others: Sequence[ServerMember]
+) -> Instant | JobFailure:
     """All rows of the server go back to what was saved; workers go on from where all others stand.
 
     A worker sends a push only when all servers have applied the one before. So what the others have in
@@ -583,9 +585,9 @@ def _without_parities(plan: JobPlan, dead: ServerMember, others: Sequence[Server
     """
     known = [other.marks for other in others if other.marks]
     if not known:
-        return Failure("lost", dead.peer, "and all other servers")
+        return JobFailure("lost", dead.peer, "and all other servers")
     if not (plan.partial or plan.beyond == "rows"):
-        return Failure("lost", dead.peer, "and all servers that hold its parities")
+        return JobFailure("lost", dead.peer, "and all servers that hold its parities")
     marks = tuple(min(of_one, key=lambda mark: mark.sequence) for of_one in zip(*known, strict=True))
     pushed = any(mark.sequence for mark in marks)  # which takes first values everywhere
     return Instant(0, marks, tuple(range(len(plan.groups))) if pushed else plan.first_installed)

@@ -129,7 +129,7 @@ class Cut:
 
 
 @dataclass
-class Failure:
+class JobFailure:
     """Why the job ends early."""
 
     kind: Literal["server", "worker", "lost", "network", "stalled", "error"]

@@ -32,7 +32,7 @@ from holdfast.cluster.supervisor.views import Durable
 from holdfast.events import EventLog
 
 if TYPE_CHECKING:
-    from holdfast.cluster.saving.coordinator import Versions
+    from holdfast.cluster.saving.coordinator import SaveCoordinator
 
 STATE_FILE = "supervisor.json"
 _STATUS_SECONDS = 0.25
@@ -94,7 +94,9 @@ def run(assignment: Assignment) -> None:
         _Watch(machine, keeper, transport, events, runs).run()
 
 
-def _keeper(plan: JobPlan, events: EventLog, runs: ThreadPoolExecutor, *, first: bool) -> Versions | None:
+def _keeper(
+    plan: JobPlan, events: EventLog, runs: ThreadPoolExecutor, *, first: bool
+) -> SaveCoordinator | None:
     resume = plan.resume
     if resume is not None and first:
         for problem in resume.problems:
@@ -109,17 +111,17 @@ def _keeper(plan: JobPlan, events: EventLog, runs: ThreadPoolExecutor, *, first:
     if plan.saving is None:
         return None
     # They take half a second to load, which other jobs need not wait for.
-    from holdfast.cluster.saving.coordinator import Versions  # noqa: PLC0415
+    from holdfast.cluster.saving.coordinator import SaveCoordinator  # noqa: PLC0415
     from holdfast.cluster.saving.resume import open_saving  # noqa: PLC0415
 
-    return Versions(plan, lambda: open_saving(plan), runs, time.monotonic())
+    return SaveCoordinator(plan, lambda: open_saving(plan), runs, time.monotonic())
 
 
 class _Watch:
     def __init__(
         self,
         machine: Supervisor,
-        keeper: Versions | None,
+        keeper: SaveCoordinator | None,
         transport: ZmqTransport,
         events: EventLog,
         runs: ThreadPoolExecutor,
@@ -188,7 +190,11 @@ class _Watch:
 
 
 def _status(
-    machine: Supervisor, keeper: Versions | None, now: float, happened: Iterable[Happening], dropped: int
+    machine: Supervisor,
+    keeper: SaveCoordinator | None,
+    now: float,
+    happened: Iterable[Happening],
+    dropped: int,
 ) -> Status:
     failure = machine.failure
     me = NodeStatus(machine.me, "watching", 0.0, Figures(memory_bytes=memory_bytes(), dropped=dropped))

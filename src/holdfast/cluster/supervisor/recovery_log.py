@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.cluster.protocol.messages import Redundancy, WorkerMark
 from holdfast.cluster.protocol.plan import JobPlan
-from holdfast.cluster.supervisor.members import Failure, ServerMember, Tally, WorkerMember
+from holdfast.cluster.supervisor.members import JobFailure, ServerMember, Tally, WorkerMember
 
 
 class Recoveries:
@@ -111,7 +111,7 @@ class RecoveryLog:
         self._recoveries.start(server.slot, others)
         self._events.append(server.event("server_started", after_seconds=_since(server.lost_at, now)))
 
-    def note(self, server: ServerMember, now: float) -> Failure | None:
+    def note(self, server: ServerMember, now: float) -> JobFailure | None:
         """Take what a server says that has started; why the job cannot go on with it, if so."""
         beat, failure = server.beat, None
         if beat is None or not beat.started.epoch:
@@ -126,9 +126,9 @@ class RecoveryLog:
             self._events.append(server.event("network_updates_lost", updates=lost))
         if said.network_lost and not said.lost:
             text = f"took over, but lacks {said.not_installed:,} rows of the network"
-            failure = Failure("network", server.peer, text)
+            failure = JobFailure("network", server.peer, text)
         elif said.lost and (self._plan.beyond != "rows" or said.network_lost):
-            failure = Failure("lost", server.peer, f"took over, but could not recover {said.lost}")
+            failure = JobFailure("lost", server.peer, f"took over, but could not recover {said.lost}")
         elif said.rows:
             server.recovering = not server.recovered
         elif not server.recovering:

@@ -30,10 +30,10 @@ from holdfast.cluster.protocol.messages import (
     Peer,
     Position,
     Pull,
+    PulledRows,
     Push,
     Pushed,
     Refused,
-    Rows,
     ServerInView,
 )
 from holdfast.cluster.protocol.plan import JobPlan
@@ -54,7 +54,7 @@ class Copy:
     """… the worker's own one, which the server had only staged."""
 
 
-class Copies:
+class NetworkCopies:
     """A worker's copies of the network, where workers are the only ones who have any (``dense="workers"``).
 
     Servers send the network's rows all the time, to pulls and with answers to pushes. What comes last is
@@ -96,7 +96,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RowSpread:
     """Rows of one group spread over the servers: server ``s`` has ``places[starts[s]:starts[s + 1]]``."""
 
     places: NDArray[np.uint32]
@@ -138,7 +138,7 @@ class PullCall(Call):
     """Weights on their way; ``rows[group]`` is filled in as they come."""
 
     request: int = 0
-    spreads: Sequence[Spread] = ()
+    spreads: Sequence[RowSpread] = ()
     rows: list[Floats] = field(default_factory=list)
 
 
@@ -158,7 +158,7 @@ class PushCall(Call):
     """The new weights of the last group's rows, as answers bring them; None: they were not asked for."""
     lacking: set[int] = field(default_factory=set)
     """Servers that have not sent theirs."""
-    spread: Spread | None = None
+    spread: RowSpread | None = None
 
     @property
     def certain(self) -> bool:
@@ -179,7 +179,7 @@ class Calls:
         self,
         me: Peer,
         plan: JobPlan,
-        first_values: Callable[[int], tuple[Spread, Floats]],
+        first_values: Callable[[int], tuple[RowSpread, Floats]],
     ) -> None:
         self.me = me
         self.outbox: list[Envelope] = []
@@ -188,7 +188,7 @@ class Calls:
         self.kept_sequence = 0
         """The last push that all servers keep, whatever fails that the code covers, and its batch."""
         self.kept_batch: Position = START
-        self._copies = Copies(me, plan)
+        self._copies = NetworkCopies(me, plan)
         """Of the network: a server that lost it takes them."""
         self._plan = plan
         self._first_values = first_values
@@ -200,7 +200,7 @@ class Calls:
         self._ask_kept = 0.0
         self._refresh = PullCall()
         self.routes = Routes(me, plan, self._started_servers)
-        self._spreads: Sequence[Spread] = ()
+        self._spreads: Sequence[RowSpread] = ()
         self._requests = 0
         self._now = 0.0
         self._ticked = 0.0
@@ -253,7 +253,7 @@ class Calls:
         pushes = (call.sequence for call in self._pushes if call.certain)
         return max(pushes, default=self.kept_sequence)
 
-    def pull(self, spreads: Sequence[Spread], now: float, after: int = 0) -> PullCall:
+    def pull(self, spreads: Sequence[RowSpread], now: float, after: int = 0) -> PullCall:
         """Ask for the weights of these rows, one spread for each group, as they are after a push that is
         ``certain``."""
         self._requests += 1
@@ -274,7 +274,7 @@ class Calls:
         self,
         sequence: int,
         batch: Position,
-        spreads: Sequence[Spread],
+        spreads: Sequence[RowSpread],
         gradients: Sequence[Floats],
         now: float,
         samples: int = 0,
@@ -318,7 +318,7 @@ class Calls:
             return
         if not isinstance(message, Lacks | AskKept):  # those say nothing of what was asked
             self.routes.trust(envelope.source, now)
-        if isinstance(message, Rows):
+        if isinstance(message, PulledRows):
             self._take_rows(server, message, envelope.frames)
         elif isinstance(message, Pushed):
             self._take_pushed(server, message, envelope.frames)
@@ -385,7 +385,7 @@ class Calls:
             call = self._pushes.popleft()
             self.kept_sequence, self.kept_batch = call.sequence, call.batch
 
-    def _take_rows(self, server: int, message: Rows, frames: Sequence[Frame]) -> None:
+    def _take_rows(self, server: int, message: PulledRows, frames: Sequence[Frame]) -> None:
         call = self._pulls.get(message.request)
         if call is None or server not in call.questions:
             return
@@ -533,13 +533,15 @@ class Calls:
         return [Peer("server", s.slot, s.incarnation) for s in self._servers.values()]
 
 
-def empty_spread(servers: int) -> Spread:
+def empty_spread(servers: int) -> RowSpread:
     """No rows at all."""
-    return Spread(np.empty(0, np.uint32), np.zeros(servers + 1, np.int64))
+    return RowSpread(np.empty(0, np.uint32), np.zeros(servers + 1, np.int64))
 
 
-def spread_by(owners: NDArray[Any], places: NDArray[Any], servers: int) -> tuple[Spread, NDArray[np.int64]]:
+def spread_by(
+    owners: NDArray[Any], places: NDArray[Any], servers: int
+) -> tuple[RowSpread, NDArray[np.int64]]:
     """Rows sorted by server, and which of them comes where."""
     order = np.argsort(owners, kind="stable")
     starts = np.searchsorted(owners[order], np.arange(servers + 1))
-    return Spread(places[order].astype(np.uint32), starts.astype(np.int64)), order
+    return RowSpread(places[order].astype(np.uint32), starts.astype(np.int64)), order

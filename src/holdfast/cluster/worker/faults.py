@@ -29,7 +29,7 @@ _ANY = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PushFault:
     """What happens, where."""
 
     action: str
@@ -39,7 +39,7 @@ class Fault:
     count: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Fault:
+    def parse(cls, text: str) -> PushFault:
         """Read one; ConfigError if it is none."""
         action, _, place = text.partition("@")
         point, *numbers = place.split(":")
@@ -58,7 +58,7 @@ class Faults:
     """The faults of one process; without any it costs nothing."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._faults = [Fault.parse(text) for text in texts]
+        self._faults = [PushFault.parse(text) for text in texts]
         self._armed = False
         if any(fault.sequence == _ANY for fault in self._faults):
             signal.signal(signal.SIGUSR1, self._arm)

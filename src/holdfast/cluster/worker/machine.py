@@ -27,7 +27,7 @@ from holdfast.cluster.protocol.messages import (
     WorkerInView,
 )
 from holdfast.cluster.protocol.plan import JobPlan
-from holdfast.cluster.worker.calls import Calls, Floats, PullCall, PushCall, Spread, empty_spread
+from holdfast.cluster.worker.calls import Calls, Floats, PullCall, PushCall, RowSpread, empty_spread
 
 State = Literal["ready", "working", "held", "done", "failed"]
 
@@ -37,7 +37,7 @@ class Item:
     """One batch on its way through a worker."""
 
     position: Position
-    spreads: Sequence[Spread]
+    spreads: Sequence[RowSpread]
     """Which rows it needs, for each group."""
     payload: Any = None
     """The batch itself."""
@@ -65,7 +65,9 @@ class Worker:
         first_values: of a group that servers know nothing of, as ``Calls`` takes it.
     """
 
-    def __init__(self, me: Peer, plan: JobPlan, first_values: Callable[[int], tuple[Spread, Floats]]) -> None:
+    def __init__(
+        self, me: Peer, plan: JobPlan, first_values: Callable[[int], tuple[RowSpread, Floats]]
+    ) -> None:
         self.me = me
         self.plan = plan
         self.admission = Admission(me, plan)

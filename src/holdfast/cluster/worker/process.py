@@ -21,11 +21,11 @@ from msgspec.structs import replace
 
 from holdfast.cluster.protocol.batches import Stream
 from holdfast.cluster.protocol.envelope import Envelope
-from holdfast.cluster.protocol.messages import Evaluation, Figures, Position, Rows, View, WorkerInView
+from holdfast.cluster.protocol.messages import Evaluation, Figures, Position, PulledRows, View, WorkerInView
 from holdfast.cluster.runtime.loop import TICK_SECONDS, connect_servers, memory_bytes, open_transport
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
-from holdfast.cluster.worker.calls import Floats, Spread, empty_spread, spread_by
+from holdfast.cluster.worker.calls import Floats, RowSpread, empty_spread, spread_by
 from holdfast.cluster.worker.faults import Acknowledged, Faults
 from holdfast.cluster.worker.machine import Item, Worker
 from holdfast.cluster.worker.model import WorkerModel
@@ -110,7 +110,7 @@ class _Talk(threading.Thread):
     def _receive(self, envelope: Envelope, now: float) -> None:
         started, before = time.thread_time(), self._machine.applied
         self._machine.receive(envelope, now)
-        part = "pull" if isinstance(envelope.message, Rows) else "push"
+        part = "pull" if isinstance(envelope.message, PulledRows) else "push"
         self.cpu[part] += time.thread_time() - started
         if self._machine.applied != before:
             self._faults.reach("pushed", self._machine.applied)
@@ -282,7 +282,7 @@ class WorkerProcess:
             self._machine.beat(time.monotonic())
         self._talk.wake()
 
-    def _pull(self, spreads: list[Spread]) -> list[Floats]:
+    def _pull(self, spreads: list[RowSpread]) -> list[Floats]:
         with self._talk.lock:
             call = self._machine.calls.pull(spreads, time.monotonic())
             self._talk.wake()
@@ -300,15 +300,15 @@ class WorkerProcess:
                 raise DataError(f"batch {batch.index}: {error}") from None
         return placed
 
-    def _spreads(self, placed: list[Placed]) -> list[Spread]:
-        return [*(Spread(p.places, p.starts) for p in placed), self._network_spread]
+    def _spreads(self, placed: list[Placed]) -> list[RowSpread]:
+        return [*(RowSpread(p.places, p.starts) for p in placed), self._network_spread]
 
     def _load_network(self, values: Floats) -> None:
         ordered = np.empty_like(values)
         ordered[self._network_order] = values
         self._model.load_network(ordered)
 
-    def _first_values(self, group: int) -> tuple[Spread, Floats]:
+    def _first_values(self, group: int) -> tuple[RowSpread, Floats]:
         assert group == len(self._plan.groups) - 1
         return self._network_spread, self._initial[self._network_order]
 

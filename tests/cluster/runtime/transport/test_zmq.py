@@ -24,7 +24,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
-from holdfast.cluster.protocol.messages import Commit, Part, Peer, Pull, Pushed, Rows, ViewNumber, WorkerBeat
+from holdfast.cluster.protocol.messages import (
+    Commit,
+    Part,
+    Peer,
+    Pull,
+    PulledRows,
+    Pushed,
+    ViewNumber,
+    WorkerBeat,
+)
 from holdfast.cluster.protocol.wire import Header, encode
 from holdfast.cluster.runtime.keys import JobKeys, Keys
 from holdfast.cluster.runtime.transport.packing import pack
@@ -157,9 +166,9 @@ def test_a_request_and_its_answer_with_arrays(net: Net) -> None:
         for place, frame in zip(places, asked.frames, strict=True):
             np.testing.assert_array_equal(as_array(frame, np.uint32, place.shape), place)
         weights = np.random.default_rng(1).random((70_000, 4), np.float32)
-        assert server.send(Envelope(SERVER, WORKER, Rows(7, (Part(1, 70_000),), (0,)), [weights]))
+        assert server.send(Envelope(SERVER, WORKER, PulledRows(7, (Part(1, 70_000),), (0,)), [weights]))
         [answer] = take(worker)
-        assert answer.message == Rows(7, (Part(1, 70_000),), (0,))
+        assert answer.message == PulledRows(7, (Part(1, 70_000),), (0,))
         np.testing.assert_array_equal(as_array(answer.frames[0], np.float32, weights.shape), weights)
         sizes = sum(place.nbytes for place in places)
         assert worker.counters.sent == server.counters.received == 1

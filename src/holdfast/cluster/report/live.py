@@ -14,9 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cluster.report.progress import JobProgress, Lacking, ProcessStatus, RedundancyStatus, tell
+from holdfast.cluster.report.progress import JobProgress, LackingServer, ProcessStatus, RedundancyStatus, tell
 from holdfast.screen import Columns
-from holdfast.training.view import TimeLeft, View, describe, describe_step, duration, percent
+from holdfast.training.live import TimeLeft, TrainingView, describe, describe_step, duration, percent
 
 _PLAIN_SECONDS = 5.0
 _QUIET_SECONDS = 1.0
@@ -27,7 +27,7 @@ _STYLES = {
 }  # fmt: skip
 
 
-def build_view(console: Console) -> View[JobProgress]:
+def build_view(console: Console) -> TrainingView[JobProgress]:
     """The live view on a terminal, plain lines in a pipe or a log."""
     return LiveJobView(console) if console.is_terminal else PlainJobView(console)
 
@@ -152,7 +152,7 @@ def describe_redundancy(redundancy: RedundancyStatus) -> str:
     return f"redundancy is degraded: {what}" if what else "redundancy is degraded"
 
 
-def _describe_lacking(one: Lacking) -> str:
+def _describe_lacking(one: LackingServer) -> str:
     if one.state == "gone":
         return f"server {one.slot} is gone, another process takes its place"
     what = "rows" if one.state == "recovering" else "parities"
@@ -160,7 +160,7 @@ def _describe_lacking(one: Lacking) -> str:
     return f"server {one.slot} has {one.restored:.0%} of its {what} back{left}"
 
 
-def _cells(process: ProcessStatus, lacking: Lacking | None) -> list[str | Text]:
+def _cells(process: ProcessStatus, lacking: LackingServer | None) -> list[str | Text]:
     name = process.role if process.role == "supervisor" else f"{process.role} {process.slot}"
     if process.incarnation > 1:
         name += f" #{process.incarnation}"

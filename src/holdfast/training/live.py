@@ -20,7 +20,7 @@ _WIDE = 110
 _Shown_contra = TypeVar("_Shown_contra", contravariant=True)
 
 
-class View(Protocol[_Shown_contra]):
+class TrainingView(Protocol[_Shown_contra]):
     """Shows the progress of a run or a job; a context manager round it."""
 
     def __enter__(self) -> Self: ...
@@ -33,7 +33,7 @@ class View(Protocol[_Shown_contra]):
         """Show where it stands."""
 
 
-def build_view(console: Console) -> View[TrainingProgress]:
+def build_view(console: Console) -> TrainingView[TrainingProgress]:
     """The live view on a terminal, plain lines in a pipe or a log."""
     return LiveView(console) if console.is_terminal else PlainView(console)
 

@@ -13,7 +13,7 @@ from rich.filesize import decimal as size
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.checkpoint.tools.export import Written
+from holdfast.checkpoint.tools.export import ExportedFile
 from holdfast.checkpoint.tools.inspect import Description, GarbageReport, Listing, StateLine
 from holdfast.checkpoint.tools.verify import VerifyReport
 from holdfast.screen import Columns
@@ -203,7 +203,7 @@ def show_garbage(report: GarbageReport, console: Console) -> None:
     )
 
 
-def show_written(written: Written, console: Console) -> None:
+def show_written(written: ExportedFile, console: Console) -> None:
     """What an export wrote."""
     rows = "" if written.rows is None else f", {written.rows:,} rows"
     console.print(
