@@ -50,7 +50,7 @@ CHECKPOINT = [
     {"memory"},
     {"format"},
     {"codecs"},
-    {"store", "background", "progress"},
+    {"store", "background", "progress_bar"},
 ]
 RANKS_BELOW = {
     house: {room: rank for rank, layer in enumerate(layers) for room in layer}
