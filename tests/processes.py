@@ -35,9 +35,9 @@ def _running(test: str) -> dict[int, str]:
     mine = f"{_RUN}={os.getpid()}".encode()
     wanted = f"PYTEST_CURRENT_TEST={test} (call)".replace("\x00", "(null)").encode()
     found = {}
-    for pid in os.listdir("/proc"):
-        if not pid.isdigit() or pid in _strangers:
-            continue
+    pids = {pid for pid in os.listdir("/proc") if pid.isdigit()}
+    _strangers.intersection_update(pids)  # the number of one that has ended may be that of another one day
+    for pid in pids - _strangers:
         try:
             environment = Path("/proc", pid, "environ").read_bytes().split(b"\0")
             command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode()

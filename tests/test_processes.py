@@ -35,3 +35,13 @@ def test_a_process_that_is_about_to_end_is_waited_for(request: pytest.FixtureReq
     assert processes.left_by(request.node.nodeid, grace_seconds=30.0) == {}
     timer.join()
     child.wait()
+
+
+def test_a_number_that_was_a_strangers_may_be_a_tests(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as mine:
+        monkeypatch.setattr(processes, "_strangers", {str(mine.pid), "999999999"})
+        assert mine.pid not in processes.left_by(request.node.nodeid), "it is known as one that is not"
+        assert "999999999" not in processes._strangers, "those that have ended are forgotten"
+        mine.kill()
