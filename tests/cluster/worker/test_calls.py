@@ -14,6 +14,7 @@ from holdfast.cluster.protocol.messages import (
     Install,
     Instant,
     Lacks,
+    NoCopy,
     Part,
     Peer,
     Position,
@@ -107,27 +108,27 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
     calls.tick(10.0)
     calls.adopt([ServerInView(slot, 1, "there", starts=True) for slot in range(2)])
 
-    def answers(message: Message) -> list[tuple[int, float | None]]:
-        """What a server is sent that lacks it: how many parts, and the weight."""
+    def answers(message: Message) -> list[float | None]:
+        """What a server is sent that lacks it: the weight; None: that there is none."""
         calls.outbox.clear()
         incarnation = calls._servers[1].incarnation
         calls.receive(Envelope(Peer("server", 1, incarnation), calls.me, message), next(seconds))
-        sent = [(e.message, e.frames) for e in calls.outbox if isinstance(e.message, Install)]
-        return [(len(m.parts), as_array(f[1], np.float32, (1, 1)).item() if f else None) for m, f in sent]
+        sent = [envelope for envelope in calls.outbox if isinstance(envelope.message, Install | NoCopy)]
+        return [as_array(e.frames[1], np.float32, (1, 1)).item() if e.frames else None for e in sent]
 
     call = calls.pull([spread, spread], 10.0)
     asked = PulledRows(call.request, (), not_installed=(1,))
-    assert answers(asked) == [(1, 0.0)], "the job begins"
+    assert answers(asked) == [0.0], "the job begins"
     cut = Instant(1, (WorkerMark(0), WorkerMark(1, 1, int(pushed))), (0,))
     calls.adopt([ServerInView(1, 2, "elsewhere", starts=True, cut=cut)])
     lacks = Lacks((1,))
     if not (pushed or resumed):
-        assert answers(asked) == answers(lacks) == [(1, 0.0)], "nothing has been learned yet"
+        assert answers(asked) == answers(lacks) == [0.0], "nothing has been learned yet"
         return
     assert answers(asked) == [], "another worker may have newer ones"
-    assert answers(lacks) == [(0, None)], "this one has none"
+    assert answers(lacks) == [None], "this one has none"
     calls._copies.take(1, Copy(1, np.zeros(1, np.uint32), newest[:1], (3, 4)))
-    assert answers(asked) == answers(lacks) == [(1, 7.0)]
+    assert answers(asked) == answers(lacks) == [7.0]
     calls.outbox.clear()
     calls.adopt([ServerInView(1, 3, "elsewhere", starts=True, cut=cut)])
     assert sum(isinstance(e.message, Install) for e in calls.outbox) == 1, "not only when it asks"
