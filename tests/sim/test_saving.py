@@ -169,7 +169,7 @@ def test_a_version_stands_whose_servers_die_when_they_have_written_it(tmp_path: 
     cluster.kill("server", 1, noticed=True)
     supervisor._note_exit(Exit(Peer("server", 1, 1), -9), cluster.network.now)  # at once
     supervisor.advance(cluster.network.now)
-    cluster.network.flush(supervisor)
+    cluster.network.send_outbox(supervisor)
     assert finish(cluster) == []
     assert (keeper.failures(), keeper.untidy()) == ((), ())
     assert keeper.saved == [1]

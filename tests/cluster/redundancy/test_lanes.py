@@ -60,7 +60,7 @@ def test_a_push_does_not_look_at_all_workers() -> None:
     """``changed`` is called at every push: it must not cost more with more workers."""
     cluster = Cluster(counting_plan(servers=3, workers=2, atomic=False, k=2, r=1), 1, 40)
     assert cluster.network.run(lambda: cluster.supervisor.steps() > 10, 60.0)
-    protection = cluster.servers[0].protection
+    protection = cluster.servers[0].replicator
     assert protection is not None
 
     def all_marks() -> tuple[()]:

@@ -87,7 +87,7 @@ class FileWriter:
             self._write_file(store, version, kind, bundle) for bundle in self._bundles(pieces, limit)
         )
 
-    def cut(self, piece: NewPiece) -> list[NewPiece]:
+    def split(self, piece: NewPiece) -> list[NewPiece]:
         """The same records in pieces that are read in one stretch each; none for no records."""
         step = max(1, STRETCH_BYTES // max(self.groups[piece.group].record_bytes + 8, 1))
         if 0 < len(piece.rows) <= step:

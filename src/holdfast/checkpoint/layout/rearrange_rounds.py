@@ -144,7 +144,7 @@ class Rounds:
                 lives = lives.take(needed)
             arranged = rounds.arrange(number, lives, version, self._base, self.strategy.round_versions)
             for target, pieces in zip((live, history), arranged, strict=True):
-                target += [part for piece in pieces for part in self._writer.cut(piece)]
+                target += [part for piece in pieces for part in self._writer.split(piece)]
         live_files = self._writer.write(store, version, "live", live)
         history_files = self._writer.write(store, version, "history", history)
         removed = tuple(file.entry.name for file in taken)

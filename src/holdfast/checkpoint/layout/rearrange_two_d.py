@@ -146,7 +146,7 @@ class TwoD:
 
     def _pieces(self, chunk: Chunk, rows: Rows, died: int) -> list[NewPiece]:
         # The rank is the column: see the argument in two_d.py.
-        return self._writer.cut(NewPiece(chunk.group, chunk.born, rows, chunk.born, died))
+        return self._writer.split(NewPiece(chunk.group, chunk.born, rows, chunk.born, died))
 
     def _what_stays(self, gone: Collection[Key]) -> tuple[tuple[str, ...], tuple[FileEntry, ...]]:
         """Files of which nothing is needed without some chunks; and what to say of those that stay."""

@@ -83,7 +83,7 @@ class Shard:
                     born=version,
                     died=version + 1 if differential else OPEN,  # the next one repeats all of its rows
                 )
-                for part in self._files.cut(piece):
+                for part in self._files.split(piece):
                     check()
                     yield part
 

@@ -375,7 +375,7 @@ class Writer:
         if outcome is not None and outcome.known.is_open():
             cancelled = isinstance(outcome.error, _Cancelled)
             if outcome.error is None:
-                self.tracker.settle()
+                self.tracker.confirm()
                 self._last_was_cancelled = False
             else:
                 self.tracker.give_back()

@@ -75,7 +75,7 @@ class Recovery:
     Args:
         plan: the job's.
         shards: the server's, without rows.
-        protection: of this server.
+        replicator: of this server.
         on_rows: called when rows have come back.
         on_lost: called with rows of a group that are lost.
     """
@@ -84,7 +84,7 @@ class Recovery:
         self,
         plan: JobPlan,
         shards: Sequence[GroupShard],
-        protection: Replicator,
+        replicator: Replicator,
         on_rows: Callable[[], None],
         on_lost: Callable[[int, NDArray[np.int64]], None],
     ) -> None:
@@ -101,10 +101,10 @@ class Recovery:
         self._on_rows, self._on_lost = on_rows, on_lost
         self._plan = plan
         self._shards = shards
-        self._protection = protection
+        self._replicator = replicator
         self._missing: dict[int, NDArray[np.bool_]] = {}
         self._asked: dict[int, NDArray[np.bool_]] = {}
-        for g in protection.parities:
+        for g in replicator.parities:
             shard = shards[g]
             real = shard.rows_of(np.arange(len(shard.records))) < shard.plan.rows
             self._missing[g] = real
@@ -170,11 +170,11 @@ class Recovery:
         ask = self._asks.get(message.request)
         if ask is None or message.parity not in ask.parities or message.parity in ask.answers:
             return
-        if self._protection.peer(source.slot) != source:
+        if self._replicator.peer(source.slot) != source:
             return
         self._slow.discard(source)
         placement = self._plan.placements[ask.group]
-        if source.slot != placement.parity_server(self._protection.me.slot, ask.member, message.parity):
+        if source.slot != placement.parity_server(self._replicator.me.slot, ask.member, message.parity):
             raise ValueError(f"syndromes of parity {message.parity} from server {source.slot}")
         if len(frames) != 2 + len(message.lacking):
             raise ValueError("syndromes whose frames do not fit")
@@ -269,20 +269,20 @@ class Recovery:
 
     def _send(self, ask: _Ask, now: float, *, again: bool = False) -> None:
         ask.again = now + _AGAIN_SECONDS
-        me = self._protection.me
+        me = self._replicator.me
         for t in ask.parities:
             target = self._server_of(ask, t)
             if t not in ask.answers and target is not None:
                 if again:
-                    self._protection.doubt(target, now)
+                    self._replicator.doubt(target, now)
                 message = Recover(ask.request, ask.group, t, ask.without, len(ask.blocks))
                 frames = [ask.blocks.astype(np.uint32)]
-                self._protection.outbox.append(Envelope(me, target, message, frames))
+                self._replicator.outbox.append(Envelope(me, target, message, frames))
 
     def _server_of(self, ask: _Ask, parity: int) -> Peer | None:
         """The server of one of the parities of what is asked for; None: it is not there."""
         placement = self._plan.placements[ask.group]
-        return self._protection.peer(placement.parity_server(self._protection.me.slot, ask.member, parity))
+        return self._replicator.peer(placement.parity_server(self._replicator.me.slot, ask.member, parity))
 
     def _despair(self, ask: _Ask, now: float) -> None:
         """What was said of one record may be older than what was said of another: try anew before that."""
@@ -310,7 +310,7 @@ class Recovery:
         count = self.went_back.went_back
         for ask in self._going_back:
             shard = self._shards[ask.group]
-            self._protection.forget(ask.group, ask.member, ask.blocks, now)
+            self._replicator.forget(ask.group, ask.member, ask.blocks, now)
             places = ask.blocks * self._plan.placements[ask.group].k + ask.member
             shard.records[places] = records[ask.group][places]
             shard.mark(shard.rows_of(places))
@@ -382,7 +382,7 @@ class Recovery:
         if not len(at):
             return
         group, shard = ask.group, self._shards[ask.group]
-        code = self._protection.parities[group].code
+        code = self._replicator.parities[group].code
         syndromes: dict[int, Records] = {}
         for t, (_, good, records, _) in ask.answers.items():
             # Both ascend, and what is solvable is good: as many are the same ones. Loops want a copy.

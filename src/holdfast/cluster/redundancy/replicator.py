@@ -2,12 +2,12 @@
 parities.
 
 The owner of a row is the only one that changes it, so what parities must follow is known in one place. After
-some pushes it takes what they changed together, old XOR new of each record, as one *batch*, and puts each
-parity server's share into the lane to it. A push is *kept* once all parity servers have its batch: whatever
+some pushes it takes what they changed together, old XOR new of each record, as one *flush*, and puts each
+parity server's share into the lane to it. A push is *kept* once all parity servers have its flush: whatever
 fails then, within what the code covers, comes back with it. A worker may go on before, and sends a push again
 that was not kept if a server is replaced.
 
-When an owner dies, its parity servers may have come to different batches. They seal their lanes and say how
+When an owner dies, its parity servers may have come to different flushes. They seal their lanes and say how
 far they came; the supervisor decides for the least of them, and those ahead undo what is beyond, which is
 the same XOR again. Nothing beyond was kept, since that takes all of them. So a replacement's rows are all of
 one instant, with one number for each worker, like any server's.
@@ -62,7 +62,7 @@ class Replicator:
         applied: says which push of a worker was applied last; asked at every push, so it must be quick.
         fresh: whether all rows of the job have their first values; otherwise parities come from rows.
         lacks: which of the records of a group this server lacks (see ``recover``).
-        on_change: called after a part of a batch was applied to parities, or undone.
+        on_change: called after a part of a flush was applied to parities, or undone.
         on_values: called with records that were read from an owner, at their place in its lane.
         doubt: called with a server that has not answered (see ``routes``).
     """
@@ -90,8 +90,8 @@ class Replicator:
             for g, (group, placement) in enumerate(zip(plan.groups, plan.placements, strict=True))
             if placement.r
         }
-        self.batch = 0
-        """The last batch of own changes."""
+        self.flushes = 0
+        """How many flushes of own changes were made: the number of the last one."""
         self.stable = 0
         """The newest that all parity servers have."""
         self._on_change, self._on_values = on_change, on_values
@@ -102,11 +102,11 @@ class Replicator:
         self._out: dict[int, OutLane] = {}
         self._in: dict[int, InLane] = {}
         self._incarnations: dict[int, int] = {}
-        self._settled: dict[int, int] = {}
+        self._undone: dict[int, int] = {}
         self._started: dict[int, int] = {}
         self._parity_servers = set(self._neighbours(parities=True))
         self._owners = set(self._neighbours(parities=False))
-        self._batches: deque[Instant] = deque()
+        self._unstable: deque[Instant] = deque()
         self._kept = self._flushed = Instant()
         self._pending_since: float | None = None
         self._pending_pushes = 0
@@ -155,14 +155,14 @@ class Replicator:
         return sum(len(self._shards[g].changes) * self._shards[g].records[:1].nbytes for g in self.parities)
 
     def flush(self, now: float) -> None:
-        """Make a batch of what has changed, and send it on its way."""
+        """Send what has changed to the parity servers: the next flush."""
         if self._pending_since is None:
             return
         self._pending_since = None
         self._pending_pushes = 0
-        self.batch += 1
+        self.flushes += 1
         self._flushed = self._instant()
-        self._batches.append(self._flushed)
+        self._unstable.append(self._flushed)
         shares: dict[int, list[_Share]] = {slot: [] for slot in self._out}
         for g in self.parities:
             placement = self.plan.placements[g]
@@ -203,7 +203,7 @@ class Replicator:
         return tuple(s for s, lane in self._out.items() if lane.waiting and now - lane.since > limit)
 
     def read(self, source: Peer, message: ReadStripes, frames: Sequence[Frame], now: float) -> None:
-        """A parity server wants records: they go into its lane as they were after the last batch."""
+        """A parity server wants records: they go into its lane as they were after the last flush."""
         lane = self._out.get(source.slot)
         if (
             lane is None
@@ -253,13 +253,13 @@ class Replicator:
         self.outbox.append(lane.send(message, frames, now, self.plan.timing.retry_seconds))
 
     def _advance(self) -> None:
-        self.stable = min((lane.batch for lane in self._out.values()), default=self.batch)
-        while self._batches and self._batches[0].batch <= self.stable:
-            self._kept = self._batches.popleft()
+        self.stable = min((lane.flush for lane in self._out.values()), default=self.flushes)
+        while self._unstable and self._unstable[0].flush <= self.stable:
+            self._kept = self._unstable.popleft()
 
     def _instant(self) -> Instant:
         installed = tuple(g for g, shard in enumerate(self._shards) if shard.installed)
-        return Instant(self.batch, self._marks(), installed)
+        return Instant(self.flushes, self._marks(), installed)
 
     # What others have changed
 
@@ -299,7 +299,7 @@ class Replicator:
         lane = self._in.get(slot)
         if lane is None:
             return LaneState(slot, 0)
-        return LaneState(slot, lane.source.incarnation, Instant(lane.now.batch))
+        return LaneState(slot, lane.source.incarnation, Instant(lane.now.flush))
 
     def sealed(self) -> tuple[LaneState, ...]:
         """How far the lanes came whose owners are gone and have no successor yet."""
@@ -366,31 +366,31 @@ class Replicator:
             if entry.incarnation > self._incarnations.get(entry.slot, 0):
                 self._incarnations[entry.slot] = entry.incarnation
                 self._out.pop(entry.slot, None)
-            if entry.cut is not None and self._settled.get(entry.slot, 0) < entry.incarnation:
-                self._settled[entry.slot] = entry.incarnation
-                self._undo(entry.slot, entry.cut)
+            if entry.counts_until is not None and self._undone.get(entry.slot, 0) < entry.incarnation:
+                self._undone[entry.slot] = entry.incarnation
+                self._undo(entry.slot, entry.counts_until)
             if entry.starts and self._started.get(entry.slot, 0) < entry.incarnation:
                 self._started[entry.slot] = entry.incarnation
                 self._begin(entry, mine.since, now)
         self._advance()
 
-    def _undo(self, slot: int, cut: Instant) -> None:
+    def _undo(self, slot: int, until: Instant) -> None:
         lane = self._in.get(slot)
         if lane is None or self._incarnations[slot] <= lane.source.incarnation:
             return
-        for logged in lane.undo(cut):
+        for logged in lane.undo(until):
             for part, blocks, differences in self._parts(slot, logged.parts, logged.frames):
                 self._apply(part, blocks, differences)
 
     def _begin(self, entry: ServerInView, since: ViewNumber, now: float) -> None:
         peer = Peer("server", entry.slot, entry.incarnation)
         if entry.slot in self._parity_servers:
-            self._out[entry.slot] = OutLane(self.me, peer, self.batch, self.batch, now)
+            self._out[entry.slot] = OutLane(self.me, peer, self.flushes, self.flushes, now)
         if entry.slot in self._owners:
             # A server that started no later than its owner has all that the owner did.
             before = Instant(installed=self.plan.first_installed)
-            if entry.cut is not None:
-                before = msgspec.structs.replace(entry.cut, batch=0)
+            if entry.counts_until is not None:
+                before = msgspec.structs.replace(entry.counts_until, flush=0)
             self._in[entry.slot] = InLane(peer, entry.since >= since, before, before)
 
     def _post(self, target: Peer, message: Message) -> None:
@@ -400,9 +400,9 @@ class Replicator:
 def _in_messages(
     share: Sequence[_Share], most_bytes: int
 ) -> Iterator[tuple[tuple[StripePart, ...], list[Frame]]]:
-    """The parts and frames of each message that a parity server's share of a batch makes.
+    """The parts and frames of each message that a parity server's share of a flush makes.
 
-    One at least: it hears of every batch.
+    One at least: it hears of every flush.
     """
     parts: list[StripePart] = []
     frames: list[Frame] = []

@@ -85,17 +85,17 @@ class Stripes:
 
     Args:
         plan: the job's.
-        protection: of this server; whoever made it hands over the values and changes that it gets.
+        replicator: of this server; whoever made it hands over the values and changes that it gets.
     """
 
-    def __init__(self, plan: JobPlan, protection: Replicator) -> None:
+    def __init__(self, plan: JobPlan, replicator: Replicator) -> None:
         self.rebuilt = 0
         """Parities that were lost and are whole again."""
         self.scrubbed = self.wrong = self.repaired = 0
         """Parities that were compared with their members, that did not agree, and that were put right."""
         self._plan = plan
-        self._protection = protection
-        self._parities = protection.parities
+        self._replicator = replicator
+        self._parities = replicator.parities
         self._jobs: dict[int, _Job] = {}
         self._numbers = 0
         self._rebuild_at = 0.0
@@ -124,7 +124,7 @@ class Stripes:
         now: float,
     ) -> None:
         """Begin a sum of members for somebody, unless that is under way."""
-        if self._protection.peer(source.slot) != source or len(self._jobs) >= _MOST_JOBS:
+        if self._replicator.peer(source.slot) != source or len(self._jobs) >= _MOST_JOBS:
             return
         for job in self._jobs.values():
             if (job.purpose, job.source, job.request) == (purpose, source, message.request):
@@ -169,7 +169,7 @@ class Stripes:
             job.request,
             job.parity,
             len(chosen),
-            tuple(self._protection.progress(owner) for owner in owners),
+            tuple(self._replicator.progress(owner) for owner in owners),
             tuple(Lacking(member, len(at)) for member, at in lacking.items()),
         )
         frames = [chosen.astype(np.uint32), syndromes, *(at.astype(np.uint32) for at in lacking.values())]
@@ -243,11 +243,11 @@ class Stripes:
 
     def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64], now: float) -> None:
         placement = self._parities[group].placement
-        owner = placement.member_server(self._protection.me.slot, parity, 0)
+        owner = placement.member_server(self._replicator.me.slot, parity, 0)
         self._numbers += 1
         vote = _Vote(group, parity, blocks, np.ones(len(blocks), np.bool_), now + _VOTE_SECONDS)
         for t in range(placement.r):
-            other = self._protection.peer(placement.parity_server(owner, 0, t))
+            other = self._replicator.peer(placement.parity_server(owner, 0, t))
             if t != parity and other is not None:
                 vote.waiting.add(t)
                 message = Compare(self._numbers, group, t, len(blocks))
@@ -328,7 +328,7 @@ class Stripes:
         for job in list(self._jobs.values()):
             asker = job.source
             if asker is not None and (
-                self._protection.peer(asker.slot) != asker or now > job.wanted + _FORGOTTEN_SECONDS
+                self._replicator.peer(asker.slot) != asker or now > job.wanted + _FORGOTTEN_SECONDS
             ):
                 del self._jobs[job.number]
             else:
@@ -373,7 +373,7 @@ class Stripes:
         else:
             parity = self._parities[job.group]
             self.rebuilt += int(parity.whole(job.parity, job.blocks).sum())
-            parity.settle()
+            parity.note_complete()
             share = self._plan.lanes.share
             self._rebuild_at = now + (now - job.began) * (1 / share - 1)
             if job.lacking:
@@ -382,12 +382,12 @@ class Stripes:
     def _read(self, job: _Job, now: float, *, again: bool) -> None:
         parity = self._parities[job.group]
         for member in sorted(job.waiting):
-            owner = self._protection.peer(parity.placement.member_server(parity.server, job.parity, member))
+            owner = self._replicator.peer(parity.placement.member_server(parity.server, job.parity, member))
             if owner is not None:
                 if again:
-                    self._protection.doubt(owner, now)
+                    self._replicator.doubt(owner, now)
                 message = ReadStripes(job.number, job.group, member, len(job.blocks))
                 self._post(owner, message, [job.blocks.astype(np.uint32)])
 
     def _post(self, target: Peer, message: Message, frames: Sequence[Frame]) -> None:
-        self._protection.outbox.append(Envelope(self._protection.me, target, message, frames))
+        self._replicator.outbox.append(Envelope(self._replicator.me, target, message, frames))

@@ -172,7 +172,7 @@ class ShardSaver:
         if not save.written:
             self._runs.submit(lambda: self._write(save))
 
-    def settle(self, committed: int, tidied: int) -> None:
+    def confirm(self, committed: int, tidied: int) -> None:
         """The newest version that exists, and the newest behind which files were rearranged."""
         save = self._save
         if save is None or save.version != committed or not save.written or save.error:
@@ -207,7 +207,7 @@ class ShardSaver:
             note = msgspec.json.encode(FileNote.of(save.change))
             answer = Saved(version, tidy, note, save.error, save.seconds, kind=save.kind)
             return answer, () if save.network is None else (save.network,)
-        self.settle(version, 0)  # who asks this has it in a manifest
+        self.confirm(version, 0)  # who asks this has it in a manifest
         if not save.tidy_asked:
             save.tidy_asked = True
             self._runs.submit(lambda: self._tidy(save))

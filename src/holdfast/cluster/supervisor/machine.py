@@ -304,7 +304,7 @@ class Supervisor:
         if isinstance(counts, JobFailure):
             self._fail(counts)
             return
-        self._views.change_server(server.slot, cut=counts)
+        self._views.change_server(server.slot, counts_until=counts)
         server.stage = "settling"
         server.since_view = self.view.number
 
@@ -571,8 +571,8 @@ def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMembe
     last = [state for state in states if state.incarnation == newest]
     if len(last) < len(states):
         # Some have not even heard that the last one began: nothing of it can have been kept.
-        return next(state.first for state in last if state.first.batch == 0)
-    return min((state.now for state in last), key=lambda instant: instant.batch)
+        return next(state.first for state in last if state.first.flush == 0)
+    return min((state.now for state in last), key=lambda instant: instant.flush)
 
 
 def _without_parities(

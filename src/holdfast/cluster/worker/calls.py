@@ -453,9 +453,9 @@ class Calls:
 
     def _has_moved(self, server: int) -> bool:
         """Whether a server's rows were no longer the first values when its last incarnation died."""
-        cut = self._servers[server].cut
+        until = self._servers[server].counts_until
         resumed = self._plan.resume is not None
-        return cut is not None and (resumed or any(mark.sequence for mark in cut.marks))
+        return until is not None and (resumed or any(mark.sequence for mark in until.marks))
 
     def _take_pushed(self, server: int, message: Pushed, frames: Sequence[Frame]) -> None:
         call = self._numbered(message.sequence)
