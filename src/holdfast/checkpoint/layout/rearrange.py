@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from holdfast.checkpoint.format.manifest import Era
-from holdfast.checkpoint.layout.bundles import StoreChange
+from holdfast.checkpoint.layout.bundles import ShardChange
 from holdfast.checkpoint.store import Store
 
 
@@ -29,10 +29,10 @@ class Rearranger(Protocol):
     def resume(self, store: Store, era: Era) -> None:
         """Take up an era as if this process had written it."""
 
-    def note_written(self, change: StoreChange) -> None:
+    def note_written(self, change: ShardChange) -> None:
         """A change is part of the store."""
 
-    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> StoreChange | None:
+    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
         """Write rearranged files; None if there is nothing to do.
 
         ``kept_versions`` are those that must stay restorable, ascending, this one included.

@@ -12,7 +12,7 @@ from typing import Literal
 from holdfast.checkpoint.format.chunk import OPEN, NewPiece
 from holdfast.checkpoint.format.manifest import Era
 from holdfast.checkpoint.format.records import Group, RowIds, Rows
-from holdfast.checkpoint.layout.bundles import FileWriter, StoreChange, read_indexes
+from holdfast.checkpoint.layout.bundles import FileWriter, ShardChange, read_indexes
 from holdfast.checkpoint.layout.rearrange import Rearranger
 from holdfast.checkpoint.layout.rearrange_rounds import Rounds
 from holdfast.checkpoint.layout.rearrange_two_d import TwoD
@@ -67,7 +67,7 @@ class Shard:
         *,
         baseline: bool,
         check: Callable[[], None] = lambda: None,
-    ) -> StoreChange:
+    ) -> ShardChange:
         """Write rows (of which group, which) as the files of a version; of a group in ascending order.
 
         ``check`` is called before each piece, at least once between two files: what it raises ends this.
@@ -88,9 +88,9 @@ class Shard:
                     yield part
 
         kind: Literal["baseline", "increment"] = "baseline" if baseline else "increment"
-        return StoreChange(version, kind, self._files.write(store, version, kind, pieces()))
+        return ShardChange(version, kind, self._files.write(store, version, kind, pieces()))
 
-    def apply(self, change: StoreChange) -> None:
+    def apply(self, change: ShardChange) -> None:
         """A manifest with this change is durable: it is now part of the store."""
         if change.kind == "baseline":
             self.base = change.version
@@ -99,7 +99,7 @@ class Shard:
         elif self._rearranger is not None:
             self._rearranger.note_written(change)
 
-    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> StoreChange | None:
+    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
         """Write rearranged files after a version was committed; None if there is nothing to do.
 
         ``kept_versions`` are those that must stay restorable, ascending, this one included.
