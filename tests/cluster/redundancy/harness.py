@@ -15,6 +15,7 @@ without beats. ``Servers`` holds one node per slot, the view, the time and the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,7 +60,7 @@ _Kind = TypeVar("_Kind")
 
 
 def plan_of(
-    *, k: int, r: int, servers: int = 0, rows: int = 40, workers: int = 1, lanes: LaneOptions | None = None
+    *, k: int, r: int, servers: int = 0, rows: int = 80, workers: int = 1, lanes: LaneOptions | None = None
 ) -> JobPlan:
     """A job of two small groups; nothing is flushed, scanned in part or scrubbed unless ``lanes`` says so."""
     tables = GroupPlan(
@@ -71,7 +72,7 @@ def plan_of(
     network = GroupPlan(
         name="network",
         dim=1,
-        tables=(TablePlan("network", 4),),
+        tables=(TablePlan("network", 16),),
         optimizer=OptimizerPlan(name="sgd", lr=-1.0),
         initial="installed",
     )
@@ -289,6 +290,19 @@ class Servers:
         """Let all messages of some kinds arrive, or all, and what they lead to, until none is left."""
         while found := self.take(*kinds, source=source, target=target):
             self.hand(*found)
+
+    def step(self) -> None:
+        """Let the oldest message arrive."""
+        self.collect()
+        self.hand(self.mail.pop(0))
+
+    def jumble(self, chance: Random) -> None:
+        """Let some of the messages arrive, in any order, now and then twice; the others stay on their way."""
+        found = self.take()
+        chance.shuffle(found)
+        half = len(found) // 2
+        self.mail = found[half:] + [envelope for envelope in found[:half] if chance.random() < 0.1]
+        self.hand(*found[:half])
 
     # Time
 
