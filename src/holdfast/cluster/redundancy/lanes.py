@@ -160,6 +160,7 @@ class InLane:
         undone = []
         self._begun.clear()
         self._early.clear()
+        self._early_bytes = 0
         while self.log and self.log[-1].instant.flush > until.flush:
             undone.append(self.log.pop())
         self.now = self.log[-1].instant if self.log else self.first

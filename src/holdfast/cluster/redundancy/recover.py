@@ -176,8 +176,6 @@ class Recovery:
         placement = self._plan.placements[ask.group]
         if source.slot != placement.parity_server(self._replicator.me.slot, ask.member, message.parity):
             raise ValueError(f"syndromes of parity {message.parity} from server {source.slot}")
-        if len(frames) != 2 + len(message.lacking):
-            raise ValueError("syndromes whose frames do not fit")
         good = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
         words = self._plan.groups[ask.group].words
         records = as_array(frames[1], np.uint32, (message.rows, words))

@@ -51,7 +51,8 @@ _Share = tuple[StripePart, Blocks, Records]
 
 
 class Replicator:
-    """The machine of it: no clock, no socket.
+    """The machine of it: no clock, no socket. Messages that it gets are admitted (``protocol/admission.py``):
+    what they name exists, and their arrays fit.
 
     Args:
         me: the server.
@@ -205,23 +206,12 @@ class Replicator:
     def read(self, source: Peer, message: ReadStripes, frames: Sequence[Frame], now: float) -> None:
         """A parity server wants records: they go into its lane as they were after the last flush."""
         lane = self._out.get(source.slot)
-        if (
-            lane is None
-            or lane.target != source
-            or self.stable < lane.began
-            or message.group not in self.parities
-        ):
+        if lane is None or lane.target != source or self.stable < lane.began:
             # Not before all others have what was before the lane: of that it could undo nothing.
             return
-        placement, shard = self.plan.placements[message.group], self._shards[message.group]
-        if not 0 <= message.member < placement.k or len(frames) != 1:
-            raise ValueError(f"a read of member {message.member}, of {placement.k}")
+        shard = self._shards[message.group]
         blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
-        places = blocks * placement.k + message.member
-        if len(places) and not (
-            places[0] >= 0 and places[-1] < len(shard.records) and (np.diff(places) > 0).all()
-        ):
-            raise ValueError("a read of blocks that do not ascend, or are not there")
+        places = blocks * self.plan.placements[message.group].k + message.member
         absent = self._lacks(message.group, places)
         here = shard.changes.told(places[~absent])
         values = Values(
@@ -285,11 +275,11 @@ class Replicator:
             return
         if isinstance(message, Differences):
             message, frames = lane.whole(message, frames)
-            parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
-            for part, blocks, records in parts:
-                self._apply(part, blocks, records)
+            self._apply(message.parts, frames)
         elif isinstance(message, Forget):
-            self._forget(source.slot, message, frames)
+            for part, frame in zip(message.parts, frames, strict=True):
+                blocks = as_array(frame, np.uint32, (part.rows,))
+                self.parities[part.group].forget(part.parity, blocks)
         else:
             self._on_values(source, message, frames)
         lane.take(message, frames)
@@ -316,39 +306,14 @@ class Replicator:
             return None
         return Peer("server", slot, incarnation)
 
-    def _parts(
-        self, owner: int, parts: Sequence[StripePart], frames: Sequence[Frame]
-    ) -> Iterator[tuple[StripePart, Blocks, Records]]:
-        if len(frames) != 2 * len(parts):
-            raise ValueError("changes whose frames do not fit their parts")
-        for number, part in enumerate(parts):
-            parity, blocks = self._part(owner, part, frames[2 * number])
-            yield part, blocks, as_array(frames[2 * number + 1], np.uint32, (part.rows, parity.plan.words))
-
-    def _part(self, owner: int, part: StripePart, frame: Frame) -> tuple[ParityShard, Blocks]:
-        """The parities that a part is about, and its blocks."""
-        parity = self.parities.get(part.group)
-        if (
-            parity is None
-            or not (0 <= part.parity < parity.placement.r and 0 <= part.member < parity.placement.k)
-            or parity.placement.parity_server(owner, part.member, part.parity) != self.me.slot
-        ):
-            raise ValueError(f"changes of server {owner} that have no parity here")
-        blocks = as_array(frame, np.uint32, (part.rows,))
-        if part.rows and int(blocks.max()) >= parity.blocks:
-            raise ValueError(f"changes of block {blocks.max()}, of {parity.blocks}")
-        return parity, blocks
-
-    def _forget(self, owner: int, message: Forget, frames: Sequence[Frame]) -> None:
-        if len(frames) != len(message.parts):
-            raise ValueError("a message whose frames do not fit its parts")
-        checked = [self._part(owner, part, frame) for part, frame in zip(message.parts, frames, strict=True)]
-        for part, (parity, blocks) in zip(message.parts, checked, strict=True):
-            parity.forget(part.parity, blocks)
-
-    def _apply(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
-        self.parities[part.group].change(part.parity, part.member, blocks, differences)
-        self._on_change(part, blocks, differences)
+    def _apply(self, parts: Sequence[StripePart], frames: Sequence[Frame]) -> None:
+        """Let parities follow a flush, or undo it: both are the same."""
+        for part, places, records in zip(parts, frames[::2], frames[1::2], strict=True):
+            parity = self.parities[part.group]
+            blocks = as_array(places, np.uint32, (part.rows,))
+            differences = as_array(records, np.uint32, (part.rows, parity.plan.words))
+            parity.change(part.parity, part.member, blocks, differences)
+            self._on_change(part, blocks, differences)
 
     # Who the others are
 
@@ -379,8 +344,7 @@ class Replicator:
         if lane is None or self._incarnations[slot] <= lane.source.incarnation:
             return
         for logged in lane.undo(until):
-            for part, blocks, differences in self._parts(slot, logged.parts, logged.frames):
-                self._apply(part, blocks, differences)
+            self._apply(logged.parts, logged.frames)
 
     def _begin(self, entry: ServerInView, since: ViewNumber, now: float) -> None:
         peer = Peer("server", entry.slot, entry.incarnation)
