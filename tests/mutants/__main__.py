@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 import secrets
+import signal
 import sys
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ _Result = tuple[Mutant, Outcome]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; returns 1 if too many survive, 2 if the tests fail without a mutant."""
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # and clear up
     seed = options.seed if options.seed is not None else secrets.randbelow(2**32)
     sources = {name: (_ROOT / name).read_bytes() for name in modules(_ROOT, options.only)}
     candidates = [mutant for name, source in sources.items() for mutant in mutants(name, source)]

@@ -59,13 +59,30 @@ TESTS: dict[str, tuple[str, ...]] = {
         _STORE + "test_s3.py",
         _STORE + "test_contract.py::TestS3",
     ),
-    "checkpoint/reading/": (
+    "checkpoint/reading/": (_READING + "test_versions.py", _READING + "test_damage.py"),
+    "checkpoint/reading/coverage.py": (
+        _READING + "test_coverage.py",
+        _READING + "test_version.py",
+        _READING + "test_damage.py",
+    ),
+    "checkpoint/reading/loader.py": (
+        _READING + "test_loader.py",
+        _READING + "test_version.py",
+        _READING + "test_loading.py",
+    ),
+    "checkpoint/reading/stretches.py": (
         _READING + "test_stretches.py",
+        _READING + "test_version.py",
+        _READING + "test_loading.py",
+        _READING + "test_damage.py",
+    ),
+    "checkpoint/reading/version.py": (
+        _READING + "test_version.py",
         _READING + "test_unreachable.py",
         _READING + "test_loading.py",
         _READING + "test_damage.py",
         _READING + "test_versions.py",
-        _READING + "test_completeness.py",
+        _READING + "test_gc_under_restore.py",
     ),
     "checkpoint/torch/": (
         _TORCH + "test_state.py",
