@@ -31,7 +31,12 @@ class _Nursery:
     """A process with a copy of the tree of its own."""
 
     def __init__(self, copy: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONHASHSEED": "0"}
+        environment = os.environ | {
+            "PYTHONPATH": str(copy / "src"),
+            "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": "1",  # there is one of these for each processor
+            "TORCHINDUCTOR_CACHE_DIR": str(copy.parent / "inductor"),  # what is compiled once stays compiled
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.mutants.nursery"],
             cwd=copy,
