@@ -13,7 +13,7 @@ import holdfast.kernels
 
 FOLDER = Path(holdfast.kernels.__file__ or "").parent
 SOURCES = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
-COMPILED = sorted(name for name, source in SOURCES.items() if "cache=True" in source)
+COMPILED = sorted(name for name, source in SOURCES.items() if "cache=True" in source or "@compiled" in source)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -98,3 +98,36 @@ def test_a_forked_process_has_no_threads_of_torchs() -> None:
 def test_without_a_runtime_there_is_one_thread() -> None:
     code = "from holdfast.kernels import openmp; assert openmp.threads() == 1"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_environment_can_turn_it_off() -> None:
+    code = """if True:
+        import torch
+        from holdfast.kernels import openmp
+        torch.set_num_threads(2)
+        assert openmp.threads() == 1
+    """
+    environment = {**os.environ, "HOLDFAST_OPENMP": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_both_ways_copy_the_same_rows(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "ENABLED", enabled)
+    monkeypatch.setattr(live, "_CORES", 2)
+    woken: list[bool] = []
+    helper = live._helper
+
+    def noted() -> object:
+        woken.append(True)
+        return helper()
+
+    monkeypatch.setattr(live, "_helper", noted)
+    table = np.random.default_rng(0).integers(0, 256, (40_000, 64), np.uint8)
+    ids = np.arange(0, 40_000, 2)
+    copies = np.zeros((len(ids), 64), np.uint8)
+    part = _GatherPart(np.array([[table.ctypes.data]]), np.array([0, 40_000]), ids, [copies])
+    Gather([part]).finish()
+    assert np.array_equal(copies, table[ids])
+    assert bool(woken) != enabled

@@ -30,6 +30,7 @@ BENCHES = {
     "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
     "coding": "parities that follow their members: GB/s beside memcpy; how far sums of floats drift",
     "job": "parameter servers and workers against a plain PyTorch loop: samples/s, processor time, bytes",
+    "kernels": "vector and OpenMP kernels against their plain fallbacks: rows/s of codecs, stall of a save",
     "overhead": "erasure codes, copies and checkpoints against no protection: time, memory, load",
     "partial": "partial recovery with emulated failures: overhead, AUC lost, what tracking costs",
     "quantize": "row codecs beside torch's, fbgemm's and k-means: loss, rows/s, bytes",

@@ -14,8 +14,10 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit  # type: ignore[attr-defined]
 
-from holdfast.kernels.lanes import (
+from holdfast.kernels.machine import pointer, prefetch
+from holdfast.kernels.simd import (
     as_float,
+    compiled,
     from_bytes,
     read8,
     read16,
@@ -25,11 +27,10 @@ from holdfast.kernels.lanes import (
     store,
     store_some,
 )
-from holdfast.kernels.machine import pointer, prefetch
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with those that it
 # is built with: a test compares their checksums.
-BUILT_WITH = {"lanes": "0ba250c70725", "machine": "408cfd76b202"}
+BUILT_WITH = {"simd": "14d4a275f10e", "machine": "408cfd76b202"}
 
 RAW_16 = 0xFFFF
 """A scale of grid 16 that says: this row is stored elsewhere, as it was."""
@@ -48,7 +49,6 @@ LEAST_EASY, MOST_EASY, FAR = 2.0**-62, 2.0**62, 2.0**15
 
 _AHEAD = 12
 
-_compiled = njit(cache=True, nogil=True, error_model="numpy")
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _inlined = njit(
     nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True
@@ -165,14 +165,14 @@ def _decode_row(stored, out, width, bits, grid):
     return True
 
 
-@_compiled
+@compiled
 def decode_uniform(stored, stride, target, target_stride, rows, width, bits, grid):
     """Stored rows to rows of float32; rows that are raw are left as they are."""
     for i in range(rows):
         _decode_row(stored + i * stride, target + i * target_stride, width, bits, grid)
 
 
-@_compiled
+@compiled
 def decode_uniform_into(addresses, firsts, width, ids, stored, stride, bits, grid, positions):
     """Decode stored row p to row ids[p] of tables that are numbered through, for each p of ``positions``.
 
@@ -208,7 +208,7 @@ def _is_raw(stored, size, grid):
     return scale_bits >= np.uint64(NO_SCALE_16)
 
 
-@_compiled
+@compiled
 def find_raw(stored, stride, rows, size, grid, raw):
     """raw[i] = row i says that it is stored elsewhere, or has a grid that is none."""
     for i in range(rows):

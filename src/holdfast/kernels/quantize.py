@@ -27,10 +27,13 @@ from holdfast.kernels.dequantize import (
     decode_uniform,
     fraction_bits,
 )
-from holdfast.kernels.lanes import (
+from holdfast.kernels.machine import pointer
+from holdfast.kernels.quantize_search import WITHIN_STORED, losses, only_allowed, search
+from holdfast.kernels.simd import (
     as_bits,
     as_float,
     bits_of,
+    compiled,
     from_bits,
     greater,
     greater_int,
@@ -55,21 +58,18 @@ from holdfast.kernels.lanes import (
     write32,
     write64,
 )
-from holdfast.kernels.machine import pointer
-from holdfast.kernels.quantize_search import WITHIN_STORED, losses, only_allowed, search
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with those that it
 # is built with: a test compares their checksums.
 BUILT_WITH = {
-    "dequantize": "86c0bb9320d3",
-    "lanes": "0ba250c70725",
+    "dequantize": "26405fa1b419",
+    "simd": "14d4a275f10e",
     "machine": "408cfd76b202",
-    "quantize_search": "fde8fccd7221",
+    "quantize_search": "67976de95453",
 }
 
 SYMMETRIC, ASYMMETRIC, ADAPTIVE = 0, 1, 2
 
-_compiled = njit(cache=True, nogil=True, error_model="numpy")
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _inlined = njit(
     nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True
@@ -78,7 +78,7 @@ _inlined = njit(
 
 @_inlined
 def _extent(row, width, magnitude):
-    """The least and the greatest values by lanes, and the greatest bits without sign, the given included."""
+    """Per vector element: minimum, maximum, and the maximum of the magnitude bits and the given ones."""
     low = high = splat(as_float(read32(row)))
     for block in range(width >> 3):
         value = load(row + 32 * block)
@@ -113,9 +113,9 @@ def _extents(source, stride, last, width, found):
     if highest_int(magnitude) < 0x7F800000:
         return lows, highs
     infinite = carray(pointer(found), 8, np.float32)  # comparisons pass a NaN by: which row has one?
-    for lane in range(8):
-        magnitude = _extent(source + min(lane, last) * stride, width, none)[2]
-        infinite[lane] = np.inf if highest_int(magnitude) >= 0x7F800000 else -np.inf
+    for i in range(8):
+        magnitude = _extent(source + min(i, last) * stride, width, none)[2]
+        infinite[i] = np.inf if highest_int(magnitude) >= 0x7F800000 else -np.inf
     return lows, greater(load(found), highs)
 
 
@@ -229,7 +229,7 @@ def _found_grids(t, width, lows, highs, zeros, parts, scales, found, grid, bits)
 
 @_inlined
 def _easy(lows, highs, parts, scales, grid):
-    """1 in the lanes of easy rows, else 0."""
+    """1 for easy rows, else 0."""
     yes, no = splat(np.float32(1)), splat(np.float32(0))
     magnitudes = greater(highs, no - lows)
     easy = where_less(magnitudes, splat(np.float32(MOST_EASY)), yes, no)
@@ -240,7 +240,7 @@ def _easy(lows, highs, parts, scales, grid):
     return where_less(parts, splat(np.float32(32767.5)), easy, no)
 
 
-@_compiled
+@compiled
 def encode_uniform(source, source_stride, stored, stride, rows, width, bits, grid, method, bins, moves, raw):
     """Quantize rows of float32; sets raw[i] where row i cannot be represented and must be kept as it is."""
     levels = (1 << bits) - 1
@@ -276,35 +276,35 @@ def encode_uniform(source, source_stride, stored, stride, rows, width, bits, gri
             whole = to_ints(where_less(splat(np.float32(0)), easy, parts, easy))
             scale_bits = (bits_of(scales) >> splat_int(np.int32(14))) + splat_int(np.int32(-SCALE_OFFSET))
             store(at_headers, (whole << splat_int(np.int32(16))) | scale_bits)
-        for lane in range(min(8, rows - first)):
-            row = block + lane * source_stride
-            out = stored + (first + lane) * stride
-            raw[first + lane] = False
-            if grids[2, lane] == 0:
-                raw[first + lane] = not _encode_hard(row, out, width, bits, grid, method, grids, lane)
+        for i in range(min(8, rows - first)):
+            row = block + i * source_stride
+            out = stored + (first + i) * stride
+            raw[first + i] = False
+            if grids[2, i] == 0:
+                raw[first + i] = not _encode_hard(row, out, width, bits, grid, method, grids, i)
                 continue
             if grid == 16:
-                write32(out, np.uint64(headers[lane]))
+                write32(out, np.uint64(headers[i]))
             else:
-                write32(out, as_bits(grids[4, lane]))
-                write32(out + 4, as_bits(grids[3, lane]))
-            _write_packed(row, out + header, width, bits, grids[3, lane], grids[5, lane], 8 * source_stride)
+                write32(out, as_bits(grids[4, i]))
+                write32(out + 4, as_bits(grids[3, i]))
+            _write_packed(row, out + header, width, bits, grids[3, i], grids[5, i], 8 * source_stride)
 
 
 @_helper
 def _normalize(block, stride, count, width, grids, t):
     """Eight rows' values as parts of their ranges; 0 where that is none."""
-    for lane in range(count):
-        values = carray(pointer(block + lane * stride), width, np.float32)
-        low, high = np.float64(grids[0, lane]), np.float64(grids[1, lane])
+    for i in range(count):
+        values = carray(pointer(block + i * stride), width, np.float32)
+        low, high = np.float64(grids[0, i]), np.float64(grids[1, i])
         if -MOST_EASY < low < high < MOST_EASY:
-            start, inverse = grids[0, lane], np.float32(1.0 / (high - low))
+            start, inverse = grids[0, i], np.float32(1.0 / (high - low))
             for j in range(width):
-                t[j, lane] = (values[j] - start) * inverse
+                t[j, i] = (values[j] - start) * inverse
         else:
             inverse = 1.0 / (high - low) if low < high <= LARGEST else 0.0
             for j in range(width):
-                t[j, lane] = np.float32((np.float64(values[j]) - low) * inverse) if inverse > 0 else 0.0
+                t[j, i] = np.float32((np.float64(values[j]) - low) * inverse) if inverse > 0 else 0.0
 
 
 @_helper
@@ -377,23 +377,23 @@ def _write_hard(row, out, width, bits, grid, zero, scale, step):
 
 
 @_helper
-def _encode_hard(row, out, width, bits, grid, method, grids, lane):
+def _encode_hard(row, out, width, bits, grid, method, grids, i):
     """A row that is not easy; False, and the mark in its place, if it must be kept as it is."""
     levels = (1 << bits) - 1
     size = (grid >> 2) + ((width * bits + 7) >> 3)
-    low, high = np.float64(grids[0, lane]), np.float64(grids[1, lane])
+    low, high = np.float64(grids[0, i]), np.float64(grids[1, i])
     if not (low >= -LARGEST and high <= LARGEST):
         return _mark_raw(out, size, grid)
     if low == high:
-        return _write_constant(out, size, grid, grids[0, lane])
+        return _write_constant(out, size, grid, grids[0, i])
     if method == SYMMETRIC:
         high = max(-low, high)
         low = -high
     extent = high - low
     step = extent / levels
     if method == ADAPTIVE:
-        zero = low + extent * np.float64(grids[6, lane])
-        scale = extent * np.float64(grids[7, lane])
+        zero = low + extent * np.float64(grids[6, i])
+        scale = extent * np.float64(grids[7, i])
         if _write_hard(row, out, width, bits, grid, zero, scale, step):
             return True
     scale = np.float64(_stored_grid(0.0, step, grid, bits)[2])

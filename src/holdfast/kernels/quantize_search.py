@@ -1,4 +1,4 @@
-"""The search for the best grid, eight rows at a time, one in each lane.
+"""The search for the best grid, eight rows at a time, one per vector element.
 
 The rows' values are given as ``t``: from 0, the row's least, to 1, its greatest; eight rows' first values,
 then their second, and so on. A grid is a low end and a step, in the same terms.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from holdfast.kernels.lanes import greater, load, nearest, smaller, splat, where_less
+from holdfast.kernels.simd import greater, load, nearest, smaller, splat, where_less
 
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 

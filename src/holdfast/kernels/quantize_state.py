@@ -15,9 +15,11 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit  # type: ignore[attr-defined]
 
-from holdfast.kernels.lanes import (
+from holdfast.kernels.machine import pointer, prefetch
+from holdfast.kernels.simd import (
     as_float,
     bits_of,
+    compiled,
     from_bits,
     greater,
     load,
@@ -34,11 +36,10 @@ from holdfast.kernels.lanes import (
     write16,
     write64,
 )
-from holdfast.kernels.machine import pointer, prefetch
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with those that it
 # is built with: a test compares their checksums.
-BUILT_WITH = {"lanes": "0ba250c70725", "machine": "408cfd76b202"}
+BUILT_WITH = {"simd": "14d4a275f10e", "machine": "408cfd76b202"}
 
 RAW_STATE = 0xFFFF
 """A first word that says: this row is stored elsewhere, as it was. (A NaN, as any other would be.)"""
@@ -51,7 +52,6 @@ _LEAST_EASY, _MOST_EASY = 2.0**-60, 2.0**100
 # log2(1 + f) = f + f * (1 - f) * (a + b f + c f**2 + d f**3), within 1.6e-5: a ten-thousandth of a step.
 _A, _B, _C, _D = 0.441917032, -0.267179251, 0.148426294, -0.045148816
 
-_compiled = njit(cache=True, nogil=True, error_model="numpy")
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 # 2 ** (j / 8), written out: no two machines may round them differently.
@@ -100,7 +100,7 @@ def _is_number(ints, width):
     return magnitude < 0x7F800000, least < -1, magnitude
 
 
-@_compiled
+@compiled
 def encode_bfloat16(source, source_stride, stored, stride, rows, width, raw):
     """Rows of float32 to bfloat16, to nearest even; the largest stay finite. raw[i]: has no numbers."""
     for i in range(rows):
@@ -135,7 +135,7 @@ def _decode_bfloat16_row(stored, out, width):
     return True
 
 
-@_compiled
+@compiled
 def encode_log(source, source_stride, stored, stride, rows, width, raw):
     """Rows of float32 to eight bits of logarithm and sign. raw[i]: has no numbers."""
     for i in range(rows):
@@ -217,7 +217,7 @@ def _decode_log_row(stored, out, width):
     return True
 
 
-@_compiled
+@compiled
 def decode_state(stored, stride, target, target_stride, rows, width, bits):
     """Rows that ``encode_bfloat16`` or ``encode_log`` wrote; rows that are raw are left as they are."""
     for i in range(rows):
@@ -227,7 +227,7 @@ def decode_state(stored, stride, target, target_stride, rows, width, bits):
             _decode_log_row(stored + i * stride, target + i * target_stride, width)
 
 
-@_compiled
+@compiled
 def decode_state_into(addresses, firsts, width, ids, stored, stride, bits, positions):
     """Decode stored row p to row ids[p] of tables, as ``decode_uniform_into`` does."""
     some = positions.shape[0] > 0
@@ -249,7 +249,7 @@ def decode_state_into(addresses, firsts, width, ids, stored, stride, bits, posit
             _decode_log_row(stored + p * stride, out, width)
 
 
-@_compiled
+@compiled
 def find_raw_state(stored, stride, rows, raw):
     """raw[i] = row i says that it is stored elsewhere."""
     for i in range(rows):

@@ -15,17 +15,13 @@ them.
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
-from holdfast.kernels.lanes import COUNT, load, splat, store
 from holdfast.kernels.machine import mixed, prefetch
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with the one that it is
 # built with: a test compares their checksums.
-BUILT_WITH = {"lanes": "0ba250c70725", "machine": "408cfd76b202"}
+BUILT_WITH = {"machine": "408cfd76b202"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
@@ -48,13 +44,6 @@ def _ask(address, count):
 
 
 @_inlined
-def _copy(to, at, words):
-    """Copy a record from one address to another."""
-    for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
-        store(to + w, load(at + w))
-
-
-@_inlined
 def _keep(records, place, changes):
     """Copy a record as it is before its first update."""
     copied, places, copies, count = changes
@@ -62,8 +51,7 @@ def _keep(records, place, changes):
     if not copied[place >> 6] & bit:
         copied[place >> 6] |= bit
         words, n = records.shape[1], count[0]
-        _copy(copies.ctypes.data + n * words * 4, records.ctypes.data + place * words * 4, words)
-        for w in range(words // COUNT * COUNT, words):
+        for w in range(words):
             copies[n, w] = records[place, w]
         places[n] = place
         count[0] = n + 1
@@ -111,11 +99,7 @@ def take_changes(records, changes, k, starts, blocks, differences):
         starts[place % k] += 1
         blocks[to] = place // k
         copied[place >> 6] = np.uint64(0)
-        old, new = copies.ctypes.data + i * words * 4, records.ctypes.data + place * words * 4
-        out = differences.ctypes.data + to * words * 4
-        for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
-            store(out + w, _xor(load(old + w), load(new + w)))
-        for w in range(words // COUNT * COUNT, words):
+        for w in range(words):
             differences[to, w] = copies[i, w] ^ records[place, w]
     for m in range(k, 0, -1):
         starts[m] = starts[m - 1]
@@ -123,62 +107,15 @@ def take_changes(records, changes, k, starts, blocks, differences):
     count[0] = 0
 
 
-@intrinsic
-def _xor(typing_context, a, b):
-    """Of the bits of two lanes of floats."""
-
-    def generate(context, builder, sig, arguments):
-        kind = arguments[0].type
-        bits = [builder.bitcast(value, ir.VectorType(ir.IntType(32), COUNT)) for value in arguments]
-        return builder.bitcast(builder.xor(*bits), kind)
-
-    return a(a, b), generate
-
-
-@intrinsic
-def _root(typing_context, value):
-    """The square root of a float32, or of lanes."""
-
-    def generate(context, builder, sig, arguments):
-        vector = sig.args[0] is not types.float32
-        kind = arguments[0].type
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(kind, [kind]), "llvm.sqrt.v8f32" if vector else "llvm.sqrt.f32"
-        )
-        return builder.call(function, arguments)
-
-    return value(value), generate
-
-
-# Each optimizer is a formula, which is for one float32 or for eight side by side, and a loop that applies it:
-# eight columns at a time, then the few that are left. LLVM would find the eight by itself only in long rows,
-# and slices of rows would be counted as references.
-
-
-@_inlined
-def _sgd(w, g, lr):
-    return w - lr * g
-
-
 @_compiled
 def update_sgd(records, places, gradients, lr, marks, changes):
     """w -= lr g"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
-    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
-        for d in range(0, some * 4, COUNT * 4):
-            store(at + d, _sgd(load(at + d), load(of + d), splat(lr)))
-        for d in range(some, dim):
-            floats[place, d] = _sgd(floats[place, d], gradients[i, d], lr)
-
-
-@_inlined
-def _momentum(w, b, g, lr, momentum):
-    moved = b * momentum + g
-    return w - lr * moved, moved
+        for d in range(dim):
+            floats[place, d] -= lr * gradients[i, d]
 
 
 @_compiled
@@ -186,25 +123,12 @@ def update_momentum(records, places, gradients, lr, momentum, marks, changes):
     """b = momentum b + g; w -= lr b"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
-    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
-        for d in range(0, some * 4, COUNT * 4):
-            b = at + dim * 4 + d
-            weight, moved = _momentum(load(at + d), load(b), load(of + d), splat(lr), splat(momentum))
-            store(at + d, weight)
-            store(b, moved)
-        for d in range(some, dim):
-            weight, moved = _momentum(floats[place, d], floats[place, dim + d], gradients[i, d], lr, momentum)
-            floats[place, d] = weight
+        for d in range(dim):
+            moved = floats[place, dim + d] * momentum + gradients[i, d]
             floats[place, dim + d] = moved
-
-
-@_inlined
-def _adagrad(w, s, g, lr, eps):
-    total = s + g * g
-    return w - lr * (g / (_root(total) + eps)), total
+            floats[place, d] -= lr * moved
 
 
 @_compiled
@@ -212,19 +136,13 @@ def update_adagrad(records, places, gradients, lr, eps, marks, changes):
     """s += g²; w -= lr g / (sqrt(s) + eps)"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
-    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
-        for d in range(0, some * 4, COUNT * 4):
-            s = at + dim * 4 + d
-            weights, totals = _adagrad(load(at + d), load(s), load(of + d), splat(lr), splat(eps))
-            store(at + d, weights)
-            store(s, totals)
-        for d in range(some, dim):
-            weight, total = _adagrad(floats[place, d], floats[place, dim + d], gradients[i, d], lr, eps)
-            floats[place, d] = weight
+        for d in range(dim):
+            g = gradients[i, d]
+            total = floats[place, dim + d] + g * g
             floats[place, dim + d] = total
+            floats[place, d] -= lr * (g / (np.sqrt(total) + eps))
 
 
 @_inlined
@@ -251,27 +169,18 @@ def _square_sum(gradients, i):
     return total
 
 
-@_inlined
-def _scaled(w, g, divisor, lr):
-    return w - lr * (g / divisor)
-
-
 @_compiled
 def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, changes):
     """s += mean of g²; w -= lr g / (sqrt(s) + eps)"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
-    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
         total = floats[place, dim] + _square_sum(gradients, i) / np.float32(dim)
         floats[place, dim] = total
         divisor = np.sqrt(total) + eps
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
-        for d in range(0, some * 4, COUNT * 4):
-            store(at + d, _scaled(load(at + d), load(of + d), splat(divisor), splat(lr)))
-        for d in range(some, dim):
-            floats[place, d] = _scaled(floats[place, d], gradients[i, d], divisor, lr)
+        for d in range(dim):
+            floats[place, d] -= lr * (gradients[i, d] / divisor)
 
 
 @_inlined
@@ -286,13 +195,6 @@ def _power(base, exponent):
     return result
 
 
-@_inlined
-def _adam(w, m, v, g, part1, part2, size, eps):
-    m = m + (g - m) * part1
-    v = v + (g * g - v) * part2
-    return w - size * (m / (_root(v) + eps)), m, v
-
-
 @_compiled
 def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, changes):
     """m += (1 - beta1)(g - m); v += (1 - beta2)(g² - v); w -= size m / (sqrt(v) + eps)
@@ -302,43 +204,19 @@ def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, change
     """
     floats = records.view(np.float32)
     dim = gradients.shape[1]
-    some = dim // COUNT * COUNT
     part1, part2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
         step = np.int64(records[place, 3 * dim]) + 1
         records[place, 3 * dim] = np.uint32(step)
         size = np.float32(lr * np.sqrt(1.0 - _power(beta2, step)) / (1.0 - _power(beta1, step)))
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
-        for d in range(0, some * 4, COUNT * 4):
-            m, v = at + dim * 4 + d, at + dim * 8 + d
-            weights, means, squares = _adam(
-                load(at + d),
-                load(m),
-                load(v),
-                load(of + d),
-                splat(part1),
-                splat(part2),
-                splat(size),
-                splat(eps),
-            )
-            store(at + d, weights)
-            store(m, means)
-            store(v, squares)
-        for d in range(some, dim):
-            weight, mean, square = _adam(
-                floats[place, d],
-                floats[place, dim + d],
-                floats[place, 2 * dim + d],
-                gradients[i, d],
-                part1,
-                part2,
-                size,
-                eps,
-            )
-            floats[place, d] = weight
-            floats[place, dim + d] = mean
-            floats[place, 2 * dim + d] = square
+        for d in range(dim):
+            g, m, v = gradients[i, d], floats[place, dim + d], floats[place, 2 * dim + d]
+            m += (g - m) * part1
+            v += (g * g - v) * part2
+            floats[place, dim + d] = m
+            floats[place, 2 * dim + d] = v
+            floats[place, d] -= size * (m / (np.sqrt(v) + eps))
 
 
 @_compiled
@@ -395,15 +273,12 @@ def gather_weights(records, places, out):
     """Copy the first words of each record to ``out``, float32 [places, dim]."""
     floats = records.view(np.float32)
     dim = out.shape[1]
-    row_bytes, some = records.shape[1] * 4, dim // COUNT * COUNT
+    row_bytes = records.shape[1] * 4
     for i in range(places.shape[0]):
         if i + _AHEAD < places.shape[0]:
             _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * row_bytes, dim * 4)
         place = np.int64(places[i])
-        at, to = records.ctypes.data + place * row_bytes, out.ctypes.data + i * dim * 4
-        for d in range(0, some * 4, COUNT * 4):
-            store(to + d, load(at + d))
-        for d in range(some, dim):
+        for d in range(dim):
             out[i, d] = floats[place, d]
 
 
