@@ -18,8 +18,8 @@ from holdfast.checkpoint.reading.stretches import (
     OpenFile,
     Stretch,
     Turns,
-    batches,
     by_size,
+    in_turns,
     run_all,
     thread_buffer,
 )
@@ -77,32 +77,32 @@ class TestStretches:
 
 
 class TestBatches:
-    def batches(self, *pieces: tuple[OpenFile, int]) -> list[tuple[bool, str]]:
-        found = batches([(file, piece_of(rank)) for file, rank in pieces])
+    def in_turns(self, *pieces: tuple[OpenFile, int]) -> list[tuple[bool, str]]:
+        found = in_turns([(file, piece_of(rank)) for file, rank in pieces])
         return [
             (interleaved, " ".join(f"{f.entry.name}{p.rank}" for f, p in pairs))
             for interleaved, pairs in found
         ]
 
     def test_files_one_behind_the_other(self) -> None:
-        assert self.batches((A, 1), (A, 2), (B, 3), (B, 4)) == [(False, "a1 a2 b3 b4")]
+        assert self.in_turns((A, 1), (A, 2), (B, 3), (B, 4)) == [(False, "a1 a2 b3 b4")]
 
     def test_files_that_take_turns(self) -> None:
-        assert self.batches((A, 1), (B, 2), (A, 3)) == [(True, "a1 a3 b2")]
-        assert self.batches((A, 1), (B, 2), (A, 3), (B, 4)) == [(True, "a1 a3 b2 b4")]
+        assert self.in_turns((A, 1), (B, 2), (A, 3)) == [(True, "a1 a3 b2")]
+        assert self.in_turns((A, 1), (B, 2), (A, 3), (B, 4)) == [(True, "a1 a3 b2 b4")]
 
     def test_a_file_that_ends_where_another_begins(self) -> None:
-        assert self.batches((A, 1), (A, 2), (B, 2), (B, 3)) == [(False, "a1 a2 b2 b3")]
+        assert self.in_turns((A, 1), (A, 2), (B, 2), (B, 3)) == [(False, "a1 a2 b2 b3")]
 
     def test_both_in_turn(self) -> None:
-        assert self.batches((A, 1), (B, 2), (A, 5), (B, 4), (C, 6)) == [(True, "a1 a5 b2 b4"), (False, "c6")]
+        assert self.in_turns((A, 1), (B, 2), (A, 5), (B, 4), (C, 6)) == [(True, "a1 a5 b2 b4"), (False, "c6")]
 
     def test_a_long_file_over_several(self) -> None:
         """The second of them is within the first, though behind the end of the one before."""
-        assert self.batches((A, 1), (B, 2), (C, 4), (A, 9)) == [(True, "a1 a9 b2 c4")]
+        assert self.in_turns((A, 1), (B, 2), (C, 4), (A, 9)) == [(True, "a1 a9 b2 c4")]
 
     def test_none(self) -> None:
-        assert self.batches() == []
+        assert self.in_turns() == []
 
 
 @pytest.mark.parametrize(

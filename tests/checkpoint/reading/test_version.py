@@ -15,6 +15,7 @@ from holdfast.checkpoint.format.manifest import Manifest, encode, name_of, read_
 from holdfast.checkpoint.format.records import Rows
 from holdfast.checkpoint.reading import version as reading
 from holdfast.checkpoint.reading.loader import RowLoader
+from holdfast.checkpoint.reading.pipelines import in_order
 from holdfast.checkpoint.reading.version import find_version, open_version
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.local import LocalStore
@@ -79,7 +80,6 @@ class TestReading:
             assert told[0] > 0
             assert told[-1] == total
             assert reader.bytes_read == total
-            assert reader.pieces_read == len(reader.pieces())
             data = reader.dense()
             assert reader.bytes_read == total + len(data)
 
@@ -139,7 +139,7 @@ class TestReading:
                 line.save()
             line.writer.close()
             with open_version(store, 12) as reader:
-                for decoded in reader._in_order(reader.pieces()):
+                for decoded in in_order(reader.pieces(), reader.stored_groups):
                     ranks.append(decoded.piece.rank)
                 assert ranks == sorted(ranks)
                 assert len(ranks) == len(reader.pieces())

@@ -112,7 +112,7 @@ def hand_on_rows(
 ) -> int:
     """Hand rows on in the caller's thread, in the order in which they override each other; bytes read."""
     done = 0
-    for decoded in (piece for part in chosen.split(pieces) for piece in _in_order(part, chosen.groups)):
+    for decoded in (piece for part in chosen.split(pieces) for piece in in_order(part, chosen.groups)):
         positions = chosen.positions(decoded)
         if positions is None or len(positions):
             group = decoded.piece.group
@@ -122,7 +122,7 @@ def hand_on_rows(
     return done
 
 
-def _in_order(pieces: Pieces, groups: Sequence[Group]) -> Iterator[DecodedPiece]:
+def in_order(pieces: Pieces, groups: Sequence[Group]) -> Iterator[DecodedPiece]:
     """Pieces by ascending rank, read in long stretches."""
     for interleaved, together in in_turns(pieces):
         if not interleaved:

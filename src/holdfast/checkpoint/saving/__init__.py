@@ -1,1 +1,1 @@
-"""A save from the trainer's call to a durable version."""
+"""The life cycle of a save: due (``schedule``), rows (``shard_rows``), version (``publisher``, ``catalog``)."""
