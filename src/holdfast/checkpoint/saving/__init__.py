@@ -1,1 +1,1 @@
-"""The life cycle of a save: due (``schedule``), rows (``shard_rows``), version (``publisher``, ``catalog``)."""
+"""The life cycle of a save: ``schedule`` (when), ``shard_rows``, ``publisher`` and ``catalog``."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import Peer, Redundancy
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import Recover, Syndromes
 from holdfast.cluster.redundancy.parity import Records
 from holdfast.cluster.redundancy.replicator import Replicator
@@ -48,7 +49,7 @@ class _Ask:
     wave: int
     """Those that are wanted together: somebody waits for all of them. 0: nobody does, it is a scan's."""
     began: float
-    again: float = 0.0
+    retry: Retry = field(default_factory=lambda: Retry(_AGAIN_SECONDS))
     request: int = 0
     parities: tuple[int, ...] = ()
     answers: dict[int, tuple[Syndromes, NDArray[np.int64], Records, dict[int, NDArray[np.int64]]]] = field(
@@ -198,14 +199,14 @@ class Recovery:
 
     def tick(self, now: float) -> None:
         """Ask again where an answer is overdue, try again what seemed lost, and scan on."""
-        for ask in [ask for ask in self._asks.values() if now >= ask.again]:
+        for ask in [ask for ask in self._asks.values() if ask.retry.is_due(now)]:
             late = [t for t in ask.parities if t not in ask.answers]
             if now - ask.asked > self._plan.timing.stuck_seconds / 2 and self._turn(ask, late, now):
                 continue
             self._send(ask, now, again=True)
         later, self._later = self._later, []
         for ask in later:
-            if now >= ask.again:
+            if ask.retry.is_due(now):
                 self._ask(ask, now)
             else:
                 self._later.append(ask)
@@ -266,7 +267,7 @@ class Recovery:
         return True
 
     def _send(self, ask: _Ask, now: float, *, again: bool = False) -> None:
-        ask.again = now + _AGAIN_SECONDS
+        ask.retry.begin(now)
         me = self._replicator.me
         for t in ask.parities:
             target = self._server_of(ask, t)
@@ -286,7 +287,8 @@ class Recovery:
         """What was said of one record may be older than what was said of another: try anew before that."""
         ask.rounds += 1
         if ask.rounds < _MOST_ROUNDS:
-            ask.without, ask.unusable, ask.again = (ask.member,), frozenset(), now + _HOPELESS_SECONDS
+            ask.without, ask.unusable = (ask.member,), frozenset()
+            ask.retry.due = now + _HOPELESS_SECONDS
             self._later.append(ask)
         else:
             places = ask.blocks * self._plan.placements[ask.group].k + ask.member

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import (
     Agreed,
     Compare,
@@ -54,7 +55,7 @@ class _Job:
     waiting: set[int]
     """Members that have not come yet."""
     began: float
-    again: float
+    retry: Retry
     sums: Records
     summed: set[int] = field(default_factory=set)
     """Members that are in the sums."""
@@ -347,16 +348,17 @@ class Stripes:
         self._numbers += 1
         rows = 0 if purpose == "rebuild" else len(blocks)
         sums = np.zeros((rows, self._plan.groups[group].words), np.uint32)
-        job = _Job(purpose, self._numbers, group, parity, blocks, members, now, now, sums)
+        job = _Job(
+            purpose, self._numbers, group, parity, blocks, members, now, Retry(_READ_AGAIN_SECONDS), sums
+        )
         self._jobs[job.number] = job
         return job
 
     def _look_at(self, job: _Job, now: float) -> None:
         if job.waiting:
-            if now >= job.again:
-                again = now > job.began
-                job.again = now + _READ_AGAIN_SECONDS
-                self._read(job, now, again=again)
+            if job.retry.is_due(now):
+                job.retry.again(now)
+                self._read(job, now, again=now > job.began)
             return
         del self._jobs[job.number]
         if job.purpose in ("recover", "vote"):

@@ -31,6 +31,7 @@ from holdfast.cluster.protocol.batches import Layout, merge_layouts
 from holdfast.cluster.protocol.envelope import Frame, as_array
 from holdfast.cluster.protocol.messages import Collect, Saved
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.saving.failures import SaveFailures, cause_of, kind_of
 from holdfast.cluster.saving.layout import JobState, dense_tree, encoder_of, saving_of, version_metadata
 from holdfast.cluster.saving.shard_saver import Runs
@@ -73,7 +74,8 @@ class _Save:
     cut: Cut | None = None
     hold_seconds: float = 0.0
     answers: dict[int, _Answer] = field(default_factory=dict)
-    asked: dict[int, float] = field(default_factory=dict)
+    retries: dict[int, Retry] = field(default_factory=dict)
+    """Of what each server has been asked."""
 
 
 class SaveCoordinator:
@@ -300,9 +302,9 @@ class SaveCoordinator:
         patience = self._plan.timing.beat_seconds if tidy else self._plan.timing.retry_seconds
         for server in supervisor.servers:
             ready = tidy or (server.beat is not None and server.beat.saved == save.version)
-            due = now - save.asked.get(server.slot, -1e9) >= patience
-            if ready and due and server.slot not in save.answers:
-                save.asked[server.slot] = now
+            retry = save.retries.setdefault(server.slot, Retry(patience))
+            if ready and retry.is_due(now) and server.slot not in save.answers:
+                retry.again(now)
                 supervisor.send(server.slot, Collect(save.version, tidy))
         if len(save.answers) < self._plan.servers:
             return
@@ -358,7 +360,7 @@ class SaveCoordinator:
         supervisor.announce(committed=save.version)
         save.stage = "tidying"
         save.answers.clear()
-        save.asked.clear()
+        save.retries.clear()
 
     def _finish(self, save: _Save, supervisor: Supervisor) -> None:
         supervisor.announce(tidied=save.version)
@@ -501,17 +503,18 @@ class Opening:
         self._store: Store | None = None
         self._opened: Catalog | None = None
         self._outcome: BackgroundOutcome | None = None
-        self._first = self._began = self._next = now
+        self._first = self._began = now
+        self._retry = Retry(_AGAIN_SECONDS)
 
     def advance(self, now: float) -> None:
         """Try, or see what became of that."""
         if self._outcome is None:
-            if now >= self._next:
+            if self._retry.is_due(now):
                 self._began = now
                 self._outcome = start(self._runs, self._open)
         elif self._outcome.done:
             self.error, self._outcome = self._outcome.error, None
-            self._next = now + _AGAIN_SECONDS
+            self._retry.again(now)
             self.catalog = self._opened
 
     def why(self) -> str:
