@@ -1,10 +1,10 @@
-"""One thread that does one thing at a time, and never loses an error.
+"""A background thread that runs one job at a time and never loses an error.
 
-A trainer may be interrupted (Ctrl-C) wherever it is in here, and may go on. ``threading.Condition`` and all
-that is built upon it are entered by code of Python's, in which the interrupt can come when the lock is taken
-already and nobody is there yet to give it back: the other thread would wait for good. So locks are taken by
-``with lock``, which cannot be interrupted half-way, and what a trainer waits for is a ``Latch``, not an event
-or a future.
+Ctrl-C may interrupt a trainer anywhere in this module, and the trainer may continue afterwards.
+``threading.Condition``, and everything built upon it, acquires its lock in Python code. An interrupt there
+can leave the lock acquired with nobody to release it, and the other thread would wait forever. So this
+module takes locks with ``with lock``, which cannot be interrupted half-way, and a trainer waits for a
+``Latch``, not for an event or a future.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 
 _LONGEST_SLEEP_SECONDS = 0.05
-"""Of a throttle, between two looks at whether it is still needed."""
+"""The longest time until a throttle checks whether it is still needed."""
 
 
 class Latch:
-    """Is opened once, by one thread; another waits for that."""
+    """Opened once, by one thread; other threads wait for it."""
 
     def __init__(self) -> None:
         self._closed = threading.Lock()
         self._closed.acquire()
 
     def open(self) -> None:
-        """Let whoever waits go on."""
+        """Release the threads that wait."""
         self._closed.release()
 
     def is_open(self) -> bool:
-        """Whether that has happened."""
+        """Whether it has been opened."""
         return not self._closed.locked()
 
     def wait(self) -> None:
-        """Return when that has happened."""
+        """Return when it has been opened."""
         with self._closed:
             pass
 
 
 class Background:
-    """Runs jobs in a thread, one after the other; at most one is waiting.
+    """Runs jobs in a thread, one after the other; at most one job is queued.
 
-    A job that raises stops nothing: its error is kept for ``raise_error``.
+    A job that raises does not stop the thread: ``raise_error`` raises its error later.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,7 +60,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Hand over a job; waits while another one is waiting already."""
+        """Queue a job; blocks while another one is queued."""
         with self._lock:
             self._condition.wait_for(lambda: self._waiting is None or self._closed)
             if self._closed:
@@ -73,7 +73,7 @@ class Background:
             self._condition.notify_all()
 
     def withdraw(self, job: Callable[[], None]) -> bool:
-        """Take a job back; False if it is being done."""
+        """Remove a job from the queue; False if it is running."""
         with self._lock:
             if self._waiting is job:
                 self._waiting = None
@@ -81,24 +81,24 @@ class Background:
             return self._running is not job
 
     def wait(self) -> None:
-        """Return when nothing is running or waiting."""
+        """Return when no job is running or queued."""
         with self._lock:
             self._condition.wait_for(lambda: self._waiting is None and self._running is None)
 
     def raise_error(self) -> None:
-        """Raise what the last failed job raised, once."""
+        """Raise the error of the last failed job, once."""
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self, most_seconds: float | None = None) -> bool:
-        """Finish what was submitted and end the thread; closing twice is fine. False if it takes longer."""
+        """Finish all jobs and end the thread; False on timeout. You may call it twice."""
         with self._lock:
             self._closed = True
             self._condition.notify_all()
             thread = self._thread
-        # The collector of garbage may close it from the thread itself.
+        # The garbage collector may close it from the thread itself.
         if thread is not None and thread is not threading.current_thread():
             thread.join(most_seconds)
             return not thread.is_alive()
@@ -126,12 +126,11 @@ class Background:
 
 
 class Throttle:
-    """Lets threads work together for no more than a share of one processor's time.
+    """Limits several threads together to a share of one processor's time.
 
-    Each says now and then what it has done since it said so last, by its own clock of processor time, and is
-    held up until the rests that all of the work so far asks for are over. Rests that come by themselves,
-    while a disk writes, count as well; they are not saved up. A rest ends early when ``stopped`` says that
-    nobody needs the work any more.
+    Each thread calls ``pause`` now and then. It sleeps until the pauses that all of the work so far requires
+    are over, measured by processor time. Time that a thread spends waiting, for a disk for example, counts as
+    a pause, but does not accumulate. A pause ends early when ``stopped`` returns True.
     """
 
     def __init__(self, share: float, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -142,11 +141,11 @@ class Throttle:
         self._own = threading.local()
 
     def begin(self) -> None:
-        """What this thread did until now does not count."""
+        """Ignore the processor time that this thread has used so far."""
         self._own.since = time.thread_time()
 
     def pause(self) -> None:
-        """This thread has done something: rest for it."""
+        """Sleep for the processor time that this thread has used since ``begin``."""
         worked = time.thread_time() - self._own.since
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + worked * self._rest_per_second
@@ -157,7 +156,7 @@ class Throttle:
         self.begin()
 
     def after_each(self, values: Iterable[Value]) -> Generator[Value, None, None]:
-        """The same values, with a rest after what it took to make each, and to deal with the one before."""
+        """The same values, with a pause before each one, for computing it and for using the one before."""
         self.begin()
         for value in values:
             self.pause()
@@ -165,7 +164,7 @@ class Throttle:
 
 
 def computed_ahead(values: Iterator[Value], most: int) -> Generator[Value, None, None]:
-    """The same values, of which another thread computes up to ``most`` before they are asked for."""
+    """The same values; a thread computes up to ``most`` of them ahead of time."""
     done: queue.Queue[tuple[bool, Any]] = queue.Queue(most)
     stopped = threading.Event()
 
@@ -182,13 +181,13 @@ def computed_ahead(values: Iterator[Value], most: int) -> Generator[Value, None,
                 if stopped.is_set():
                     return
             put((False, None))
-        except BaseException as error:  # of whatever kind: it belongs to whoever asks for values
+        except BaseException as error:  # of any kind: raised where the values are consumed
             put((False, error))
 
     thread = threading.Thread(target=compute, name="holdfast-encode", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the system has none left
+    except RuntimeError:  # the system has no threads left
         yield from values
         return
     try:

@@ -7,11 +7,11 @@
             ...
             ckpt.step(step)                          # saves when the policy says so, and returns at once
 
-What happens in a save: rows that were looked up since the last one are copied with their optimizer state
-(``memory/tracker.py`` knows which, ``saving/writer.py`` copies), and so is everything else in the objects
-(``torch/state.py``). A thread writes them as chunk files (``format/chunk.py``) that the strategy arranges
-(``layout/``), and publishes a manifest (``saving/catalog.py``), which makes the version exist.
-A restore reads the pieces that its version needs, once each (``reading/version.py``), into the live tensors.
+A save copies the rows that changed since the last one with their optimizer state (``memory/tracker.py`` knows
+which, ``saving/writer.py`` copies), and everything else in the objects (``torch/state.py``). A thread writes
+them as chunk files (``format/chunk.py``) that the strategy arranges (``layout/``), and publishes a manifest
+(``saving/catalog.py``), which makes the version exist. A restore reads each piece that its version needs once
+(``reading/version.py``), into the live tensors.
 """
 
 from __future__ import annotations
@@ -71,23 +71,24 @@ class Checkpointer:
         objects: what makes up the state, by name: modules, optimizers, schedulers, loaders; anything with
             ``state_dict`` and ``load_state_dict``. Give optimizers together with the modules they update.
         policy: when to save, how, and what to keep.
-        options: of the store, such as S3's endpoint and keys.
+        options: store options, such as S3's endpoint and keys.
         events: a log that gets every figure.
-        show_progress: a progress bar for what takes long; by default on a terminal.
-        allow_without_optimizer: accept tables that are trainable though no optimizer among the objects owns
-            them. Their weights are saved; the state of an optimizer that was not given is lost.
+        show_progress: show a progress bar for long operations; by default on a terminal.
+        allow_without_optimizer: accept trainable tables that no optimizer among the objects owns. Their
+            weights are saved; the state of an optimizer that you did not pass is lost.
 
-    Embedding tables (``nn.Embedding``, ``nn.EmbeddingBag``) in the modules are found, and which of their rows
-    change is tracked through their forward passes and the optimizers' steps. Call ``mark`` if you change rows
-    in another way that PyTorch does not count (``weight.data``, NumPy). Rows that changed unseen are found by
-    their digests sooner or later (``Policy(verify=…)``): they are saved then, and versions that lack them are
-    flagged as unverified.
-    Errors of saves in the background are raised by the next call as SaveFailed; training may go on, the
-    rows are in the next save. When another writer has taken the store over, the next call and every later
-    ``save`` raise StoreLocked.
+    The modules' embedding tables (``nn.Embedding``, ``nn.EmbeddingBag``) are found automatically. Changed
+    rows are tracked through forward passes and optimizer steps. Call ``mark`` if you change rows in a way
+    that PyTorch does not count (``weight.data``, NumPy). Digests find rows that changed unseen, sooner or
+    later (``Policy(verify=…)``): the next version contains them, and versions that lack them are flagged as
+    unverified.
 
-    A process that is forked off, such as a loader's worker, has no part in it: the lock and the saves stay
-    with the process that made it, and ``save`` elsewhere raises StoreLocked.
+    If a save fails in the background, the next call raises SaveFailed. You can continue training: the next
+    save contains the rows. If another writer has taken over the store, the next call and every later ``save``
+    raise StoreLocked.
+
+    Forked processes, such as a loader's workers, do not own the lock or the saves: ``save`` there raises
+    StoreLocked.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class Checkpointer:
         self._checked_at = time.perf_counter()
 
     def step(self, step: int, metadata: dict[str, Any] | None = None) -> int | None:
-        """Say that a step is done; saves if the policy says so. The version that was begun, or None."""
+        """Report that a step is done, and save if the policy says so; the version that was begun, or None."""
         self._check_open()
-        # First: it was told, also if what became of an earlier save is raised here.
+        # First: the step counts as told even if this call raises the error of an earlier save.
         self._last_step, self._told, self._told_version = step, (step, metadata), None
         self._writer.collect()
         self._check_some()
@@ -156,10 +157,10 @@ class Checkpointer:
     def save(self, step: int | None = None, metadata: dict[str, Any] | None = None) -> int | None:
         """Save now. Returns the new version's number as soon as its snapshot is taken.
 
-        ``step`` is the step that was just done, by default the last that ``step()`` was told.
-        ``metadata``, a dict of what JSON can say, is kept with the version. Returns None if a save is under
-        way and the policy says to skip. Whatever the policy prioritizes, all rows that changed are in it.
-        If the policy says to cancel, the version never exists if the next save comes too soon.
+        ``step`` is the step that was just done; it defaults to the last one passed to ``step()``.
+        ``metadata``, a JSON-serializable dict, is stored with the version. Returns None if a save is in
+        progress and the policy says "skip". The version contains all changed rows, whatever the policy
+        prioritizes. If the policy says "cancel", a save that follows too soon cancels this one.
         """
         return self._save(step, metadata, whole=True)
 
@@ -181,31 +182,31 @@ class Checkpointer:
         return version
 
     def _save_last(self) -> None:
-        """Save the last step that ``step()`` was told, unless a version has it."""
+        """Save the last step passed to ``step()``, unless a version contains it."""
         if self._told is None or not self.policy.save_last or not self._closing.alive:
             return
         failures = []
         while True:
             try:
-                self.wait()  # only then is it known what became of the last save
+                self.wait()  # only then the outcome of the last save is known
                 break
-            except SaveFailed as error:  # that of a save, and that of a round before it
+            except SaveFailed as error:  # of a save, and of the round before it
                 failures.append(error)
         begun = self._told_version
         if begun is None or all(v.version != begun for v in self.versions()):
             self._save(*self._told, whole=True)
             self.wait()
         for failure in failures:
-            if failure.version is None or failure.version != begun:  # else the last save has made up for it
+            if failure.version is None or failure.version != begun:  # else the last save has replaced it
                 raise failure
 
     def restore(self, version: int | None = None) -> int:
-        """Put a saved state back into the objects; returns the step to go on with.
+        """Load a saved state into the objects; returns the step to continue with.
 
-        Without a version: the newest one that can be read whole; every newer one that cannot is named in
-        the log. A store that does not answer is an error, not a reason to take an older one. Returns 0 if
-        nothing has been saved yet. Loaders must not have been iterated yet. A loader that is read ahead of
-        training, by a queue or a thread, must be a ``Prefetch``: see there.
+        ``version`` defaults to the newest one that can be read completely; the log names every newer one that
+        cannot. A store that does not answer raises an error instead of falling back to an older version.
+        Returns 0 if the store holds no version. Restore before you iterate the loaders. If a queue or thread
+        reads a loader ahead of training, wrap it in ``Prefetch``.
         """
         self._check_open()
         self.wait()
@@ -235,14 +236,14 @@ class Checkpointer:
     def _say_unverified(self, restored: Version, manifest: Manifest) -> None:
         if restored.unverified:
             log.warning(
-                "version %d is unverified, and no other could be restored: %s",
+                "version %d is unverified, and no other version could be restored: %s",
                 restored.version,
                 restored.unverified,
             )
         passed = [v.version for v in manifest.versions if v.version > restored.version and v.unverified]
         if passed:
             log.warning(
-                "version %d was restored, as versions %s are unverified; restore(%d) takes the last of them",
+                "restored version %d, because versions %s are unverified; restore(%d) loads the last of them",
                 restored.version, ", ".join(map(str, passed)), passed[-1],
             )  # fmt: skip
 
@@ -252,16 +253,17 @@ class Checkpointer:
 
     @property
     def manifest(self) -> Manifest:
-        """What stands in the store."""
+        """The current manifest of the store."""
         return self._writer.catalog.manifest
 
     def mark(self, table: str, rows: Any = None) -> None:
-        """Say that rows of a table were changed other than by training; all of them without ``rows``."""
+        """Mark rows that you changed outside of training; without ``rows``, all rows of the table."""
         self._check_open()
         if table not in self._objects.tables:
             raise ConfigError(f"there is no table {table!r}: there are {', '.join(self._objects.tables)}")
         if not self.policy.verify:
-            # Else the table is compared if PyTorch has counted a write: there may have been others than this.
+            # Otherwise PyTorch's write count makes the next save compare the table: there may be other
+            # writes.
             self._watch.accept(table)
         if rows is None:
             self._writer.tracker.suspect(table)
@@ -270,9 +272,9 @@ class Checkpointer:
             self._writer.tracker.mark(table, _row_ids(rows, table, count))
 
     def check(self) -> int:
-        """Compare every row that is not marked with its digest, now; how many have changed unseen.
+        """Compare every unmarked row with its digest now; returns how many rows have changed unseen.
 
-        Call it between two steps. Such rows are in the next version; versions that lack them are flagged as
+        Call it between two steps. The next version contains such rows; versions that lack them are flagged as
         unverified. Does nothing before the first save, or with ``Policy(verify=0)``. See ``Policy.verify``.
         """
         self._check_open()
@@ -287,7 +289,7 @@ class Checkpointer:
         return sum(change.rows for change in found)
 
     def _check_some(self) -> None:
-        """Spend the policy's share of the time since the last call on comparing rows with their digests."""
+        """Compare rows with their digests, for the policy's share of the time since the last call."""
         now = time.perf_counter()
         share = self.policy.verify
         if isinstance(share, str) or not share:
@@ -297,7 +299,7 @@ class Checkpointer:
             self._watch.distrust(change.table)
 
     def _may_check(self, table: str) -> bool:
-        """Whether rows of a table that are not marked should be what they were."""
+        """Whether unmarked rows of a table are expected to be unchanged."""
         searched = self._is_suspect(table) or self._source.is_searched(table)
         return not searched and self._watch.is_known(table)
 
@@ -305,21 +307,21 @@ class Checkpointer:
         return self._writer.tracker.is_suspect(table)
 
     def wait(self) -> None:
-        """Return when everything that was saved is durable."""
+        """Return when all saves are durable."""
         self._writer.wait()
 
     @property
     def reports(self) -> list[SaveReport]:
-        """What each save of this process did and cost."""
+        """A report for each save of this process."""
         return list(self._writer.reports)
 
     def close(self) -> None:
-        """Finish saves under way and let go of the store; begins no new one.
+        """Finish the save in progress and release the store; begins no new save.
 
-        A ``with`` block calls it. If the block ends without an exception, the last step that ``step()`` was
-        told is saved before, unless a version has it (``Policy.save_last``).
+        A ``with`` block calls it. If the block ends without an exception, it first saves the last step passed
+        to ``step()``, unless a version contains it (``Policy.save_last``).
 
-        Closing twice is fine. A process that was forked off has no part in it and need not close it.
+        You may call it twice. Forked processes need not close it.
         """
         if self._closing.detach() is None:
             return
@@ -336,12 +338,12 @@ class Checkpointer:
     ) -> None:
         if error is None:
             try:
-                if os.getpid() == self._pid:  # not in a process that was forked off
+                if os.getpid() == self._pid:  # not in a forked process
                     self._save_last()
             finally:
                 self.close()
             return
-        # The error that is under way matters more than what closing may add to it.
+        # The error that ends the block matters more than an error of closing.
         try:
             self.close()
         except HoldfastError as second:
@@ -362,14 +364,14 @@ class Checkpointer:
         with open_version(self.store, version.version) as reader:
             where = f"{self.store.url}: {version.dense.name} (version {version.version})"
             tree = decode_tree(reader.dense(), where)
-            # What can be told to be wrong is told before anything is overwritten.
+            # Validate before overwriting anything.
             reader.check_complete()
             with _taken_for_damage(where):
                 check_places(tree, reader.groups, where)
                 objects.check_dense(tree)
             objects.prepare(reader.groups)
             text = f"restoring version {version.version}"
-            # From here on the tables are not what the newest version and the marks say.
+            # From here on the tables no longer match the newest version and the marks.
             self._writer.begin_anew()
             try:
                 with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
@@ -420,13 +422,13 @@ def _step(step: Any) -> int:
 
 
 def _plain(metadata: Any) -> dict[str, Any]:
-    """A copy: the caller may change his, and what cannot be stored is his to mend, now."""
+    """A copy, since the caller may change the original; raises ConfigError if it is not JSON."""
     if metadata is None:
         return {}
     try:
         text = json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"metadata must be what JSON can say: {error}") from None
+        raise ConfigError(f"metadata is not JSON-serializable: {error}") from None
     plain = json.loads(text)
     if not isinstance(plain, dict):
         raise ConfigError(f"metadata is {metadata!r}: expected a dict")
@@ -435,11 +437,11 @@ def _plain(metadata: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _taken_for_damage(where: str) -> Iterator[None]:
-    """Data of another shape than every state has, a list where all have a dict, were not written by us."""
+    """Report data of an unexpected structure, such as a list instead of a dict, as corruption."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpoint(f"{where} holds what is no state of these objects: {error!r}") from error
+        raise CorruptCheckpoint(f"{where} holds no valid state of these objects: {error!r}") from error
 
 
 def _row_ids(rows: Any, table: str, count: int) -> NDArray[np.int64]:
@@ -457,7 +459,7 @@ _PATIENCE_SECONDS = 10.0
 
 @cache
 def _note_the_end() -> None:
-    """Know when the program ends: before what is forgotten is closed, as it is registered after that."""
+    """Note the end of the program, before forgotten Checkpointers are closed: handlers run in reverse."""
 
     def note() -> None:
         global _ending  # noqa: PLW0603
@@ -467,13 +469,13 @@ def _note_the_end() -> None:
 
 
 def _close_forgotten(writer: Writer, cleanup: contextlib.ExitStack, pid: int) -> None:
-    """When a Checkpointer is gone that nobody closed, or the program ends before it does."""
+    """Close a Checkpointer that was garbage-collected, or is still open when the program ends."""
     if os.getpid() != pid:
-        return  # a process that was forked off: thread and lock are its parent's
+        return  # a forked process: thread and lock belong to its parent
     log.warning("the Checkpointer of %s was not closed: use it in a with statement", writer.store.url)
     if not _ending and not writer.finish(_PATIENCE_SECONDS):
-        # The collector of garbage stops a thread anywhere, also where it has a lock that saving waits for.
-        # The program does not end before this one.
+        # The garbage collector interrupts a thread anywhere, also while it holds a lock that saving needs.
+        # The program does not end before this thread.
         threading.Thread(target=_close, args=(writer, cleanup), name="holdfast-close").start()
         return
     _close(writer, cleanup)

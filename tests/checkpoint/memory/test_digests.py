@@ -165,7 +165,7 @@ def test_restores_prefer_versions_that_lack_nothing(tmp_path: Path, caplog: pyte
     objects = flagged_store(tmp_path / "s")
     with hf.Checkpointer(tmp_path / "s", objects) as ckpt:
         assert ckpt.restore() == 1
-        assert "version 1 was restored, as versions 2, 3 are unverified" in caplog.text
+        assert "restored version 1, because versions 2, 3 are unverified" in caplog.text
         assert ckpt.restore(3) == 3
     for file in (tmp_path / "s" / "chunks").glob("00000001-*"):
         data = bytearray(file.read_bytes())

@@ -220,7 +220,9 @@ def test_after_a_round_and_a_save_of_it_that_failed(tmp_path: Path, monkeypatch:
                 assert step < 2 or entered.wait(SECONDS)
             gate.set()
 
-    with pytest.raises(hf.SaveFailed, match=r"stands, but its files could not be rearranged: no permission"):
+    with pytest.raises(
+        hf.SaveFailed, match=r"are intact, but their files could not be rearranged: no permission"
+    ):
         work()
     assert steps_of(held[0]) == [0, 1, 2, 3]
     assert [v.version for v in held[0].versions()] == [1, 2, 3, 5]

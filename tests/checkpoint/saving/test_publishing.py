@@ -100,7 +100,7 @@ def test_what_nobody_could_read_is_not_published(tmp_path: Path) -> None:
         line.save()
         line.train()
         line.writer.save(STEP, PlainSource(line.tables), {})
-        with pytest.raises(hf.SaveFailed, match="could not be read again, so nothing was published"):
+        with pytest.raises(hf.SaveFailed, match="could not be read back, so nothing was published"):
             line.writer.wait()
         check_no_leftovers(line)
         line.save()

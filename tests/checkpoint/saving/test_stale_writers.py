@@ -220,7 +220,7 @@ def test_a_trainer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             second.wait()
             one.change(first, 7)
             assert first.save(9) == 2
-            with pytest.raises(StoreLocked, match=r"another writer has taken .* over .*stop one of the two"):
+            with pytest.raises(StoreLocked, match=r"another writer has taken over .*stop one of the two"):
                 first.wait()
             for _ in range(2):
                 with pytest.raises(StoreLocked, match="another writer has taken"):

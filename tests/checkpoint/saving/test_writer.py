@@ -72,7 +72,7 @@ def test_any_error_in_the_background(
         assert found is None  # the version stands; the next one holds everything
     else:
         assert isinstance(found, hf.SaveFailed)
-        assert "stands" in str(found)
+        assert "are intact" in str(found)
     assert in_time(ckpt.wait) is None, "an error is told once"
     run.change(ckpt, 6)
     assert in_time(lambda: ckpt.save(4)) is None
@@ -103,7 +103,7 @@ def test_a_version_stands_although_old_files_could_not_be_deleted(
             assert version is not None
             truth[version] = run.value()
             if step in (4, 5):
-                with pytest.raises(hf.SaveFailed, match=r"stands, but .* no permission"):
+                with pytest.raises(hf.SaveFailed, match=r"are intact, but .* no permission"):
                     ckpt.wait()
             ckpt.wait()
         assert [v.version for v in ckpt.versions()] == list(truth)

@@ -360,9 +360,9 @@ def test_an_interrupt_loses_no_marks_and_blocks_nothing(tmp_path: Path) -> None:
     [
         (1, "best so far", "expected a dict"),
         (1, [1], "expected a dict"),
-        (1, {"loss": float("nan")}, "what JSON can say"),
-        (1, {"ids": {1, 2}}, "what JSON can say"),
-        (1, {"x": "\ud800"}, "what JSON can say"),
+        (1, {"loss": float("nan")}, "not JSON-serializable"),
+        (1, {"ids": {1, 2}}, "not JSON-serializable"),
+        (1, {"x": "\ud800"}, "not JSON-serializable"),
         (2.5, {}, "whole number"),
         ("7", {}, "whole number"),
     ],

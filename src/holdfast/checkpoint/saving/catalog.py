@@ -1,25 +1,26 @@
-"""The store as its one writer sees it: versions, retention, and the order in which things become true.
+"""The store as its only writer sees it: versions, retention, and the order of writes and deletions.
 
-``_publish`` is the only place where a version comes to exist or ceases to: everything it names is durable
-before its manifest is published, and nothing is deleted before that manifest, and the one after it, stand.
+Only ``_publish`` creates and deletes versions. All files that a manifest names are durable before the
+manifest is published. A file is deleted only after two manifests that do not name it have been published.
 
-**Why a stale writer harms nothing.** Locks may fail: a lease runs out while its holder sleeps, and some
-network file systems keep locks to one host. So no lock is relied upon, only that one name is published once.
+**Why a stale writer does no harm.** Locks can fail: a lease expires while its holder sleeps, and some network
+file systems keep locks local to a host. So safety depends on no lock, only on publishing each name once.
 
-1. Manifests are deleted, and their numbers become free names: a writer that sleeps may publish below the
-   newest. But the highest number in a store never goes down: a manifest is deleted by one whose own is two
-   above it, or by its own writer, who has seen a higher one. And it goes up by one at a time.
-2. So a writer that sees no number above its own, after it has published, knows that its manifest was the
-   newest when it was published, and that the one it is made from was the newest before (but for those of its
-   own of which it was told that they failed). Such manifests form one line. Who sees a higher number deletes
-   the manifest it has just published, and nothing else, and is *fenced off* for good.
-3. A file that a manifest of the line does not name is not named by any after it: a writer names what the
-   manifest before has, and files of its own, whose names are random. Whoever deletes such a file does no
-   harm, however long it has slept since it checked that its manifest is of the line.
-4. Files that no manifest names may be another writer's, to be named by its next. So a writer *takes over*
-   before it puts its first file: it publishes a manifest of its own, with nothing new in it. And whoever
-   deletes such files lists them first and looks for a higher number then: if there is none, they are of
-   writers that are fenced off, or its own.
+1. Deleting a manifest frees its number, so a writer that slept may publish a number below the newest. But the
+   highest number in a store never decreases: a manifest is deleted either by a writer whose own number is two
+   higher, or by its own writer after that has seen a higher number. And the highest number grows by one at a
+   time.
+2. So if a writer publishes and then sees no higher number, its manifest was the newest when it was published,
+   and the manifest that it was derived from was the newest before (except for the writer's own attempts that
+   the store reported as failed). Such manifests form one line. A writer that sees a higher number deletes the
+   manifest that it has just published, and nothing else, and is *fenced off* for good.
+3. If a manifest of the line does not name a file, no later one does: a writer names files of the previous
+   manifest and its own new files, whose names are random. Deleting such a file is harmless, however long the
+   writer has slept since it checked that its manifest is in the line.
+4. Files that no manifest names may belong to another writer's next manifest. So a writer *takes over* before
+   it writes its first file: it publishes a manifest without changes. A writer that deletes unnamed files
+   first lists them and then looks for a higher number: if there is none, the files belong to fenced-off
+   writers or to itself.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ from holdfast.options import Policy
 
 log = logging.getLogger("holdfast.checkpoint")
 
-# An object store cannot keep an open file for a restore that is under way: it gets this long.
+# An object store cannot keep open files for a restore in progress: the restore gets this long.
 _REMOTE_DELETION_DELAY_SECONDS = 600.0
 _TRIES = 100
 
 
 class Catalog:
-    """Reads the newest manifest and publishes the next ones. Hold the store's writer lock.
+    """Reads the newest manifest and publishes the next ones. The caller holds the store's writer lock.
 
     Attributes:
-        manifest: what stands in the store.
-        complaints: what was wrong with newer manifests that had to be passed over.
-        problem: why files that no version needs could not be deleted, when that was tried last.
+        manifest: the current one.
+        complaints: the errors of newer manifests that cannot be read.
+        problem: the error of the last attempt to delete files that no version needs.
     """
 
     def __init__(self, store: Store, policy: Policy) -> None:
@@ -87,7 +88,7 @@ class Catalog:
         self._found_before: set[str] = set()
         self._leave_alone_what_is_there()
         self._previous = self._read_previous()
-        # A damaged manifest may have had later versions. Their files are there, as nothing was deleted since.
+        # A damaged manifest may have had later versions. Their files exist: nothing was deleted since.
         self._last_seen = max(
             (manifests.version_of(info.name) for info in (store.list("dense/") if self.complaints else ())),
             default=0,
@@ -101,13 +102,13 @@ class Catalog:
         )
 
     def _read_newest(self) -> int:
-        """Read the manifest to go on from; returns the highest number that is taken."""
+        """Read the manifest to continue from; returns the highest number in use."""
         highest = self._highest_taken()
         for _ in range(_TRIES):
             self.complaints = []
             self.manifest: Manifest = manifests.read_newest(self.store, self.complaints)
             before, highest = highest, self._highest_taken()
-            if highest == before:  # else a newer one may have come after the one that was read
+            if highest == before:  # otherwise a newer one may have been published meanwhile
                 return highest
         raise StoreLocked(f"another writer is at work in {self.store.url}: stop it", "unknown", 0)
 
@@ -126,19 +127,20 @@ class Catalog:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version, if there is one."""
+        """The newest version, or None."""
         return self.manifest.versions[-1] if self.manifest.versions else None
 
     def next_version(self) -> int:
-        """The number of the next version: never one that was used before."""
+        """The number of the next version; numbers are never reused."""
         used = [v.version for v in self.manifest.versions]
         return max([*used, self.manifest.last_version, self._last_seen]) + 1
 
     def take_over(self, *, without: Iterable[int] = ()) -> list[str]:
-        """Become the store's writer: call it before the first file is put. Later calls do nothing.
+        """Become the store's writer: call it before writing the first file. Later calls do nothing.
 
-        Publishes what stands, without the versions that are named, under a number that fences off the writer
-        before this one. Then deletes what that one has left behind, and returns it.
+        Publishes the current manifest, without the given versions, under a number that fences off the
+        previous writer. Then deletes the files that the previous writer left unnamed, and returns their
+        names.
 
         Raises:
             StoreLocked: another writer has come after this one.
@@ -153,16 +155,16 @@ class Catalog:
             return self.delete_leftovers()
         except StoreLocked:
             raise
-        except StoreError as error:  # the next one clears it away
-            log.warning("what writers have left in %s stays: %s", self.store.url, error)
+        except StoreError as error:  # the next writer deletes them
+            log.warning("files that no manifest names stay in %s: %s", self.store.url, error)
             return []
 
     def _leave_alone_what_is_there(self) -> None:
-        """Without a manifest, the folder may be somebody else's, or a copy that is not complete yet."""
+        """Without a manifest, the folder may belong to somebody else, or be an incomplete copy."""
         found = self._data_files() if not self.manifest.number else []
         if found and not self._found_before:
             log.warning(
-                "%s has no manifest, but %d files in the folders of a store, such as %s: they are left alone",
+                "%s has no manifest, but %d files in a store's folders, such as %s: they are not deleted",
                 self.store.url, len(found), found[0],
             )  # fmt: skip
         self._found_before |= set(found)
@@ -171,10 +173,10 @@ class Catalog:
         return [info.name for folder in DATA_FOLDERS for info in self.store.list(folder)]
 
     def delete_leftovers(self) -> list[str]:
-        """Delete files that no manifest names: what writers that died, or failed saves, have left behind.
+        """Delete files that no manifest names: leftovers of dead writers and failed saves.
 
-        Does nothing if a manifest was damaged: what it named may be all that is left of a version. Nor if
-        one may have been published without our knowing, nor before ``take_over``.
+        Does nothing if a manifest is damaged, since it may name them; if a manifest may have been published
+        though the store reported an error; or before ``take_over``.
         """
         self.raise_if_fenced_off()
         if self.complaints or self._attempts or self._own is None:
@@ -182,7 +184,7 @@ class Catalog:
         named = self.manifest.file_names() | self._previous.file_names()
         named |= {name for name, _ in self.manifest.retired} | self._found_before
         leftovers = [n for n in self._data_files() if n not in named and manifests.is_written_name(n)]
-        # After the listing: a successor takes over before it puts anything, so none of these are its own.
+        # After the listing: a successor takes over before it writes a file, so none of these are its own.
         self._look_for_others()
         if leftovers:
             self.store.delete(leftovers)
@@ -196,7 +198,7 @@ class Catalog:
         changes: Iterable[FileChange],
         unverified: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Make a version exist, with the files of all shards' changes; older ones go by the policy.
+        """Publish a version with the files of all shards, and delete older versions as the policy says.
 
         ``unverified``: see ``flag_versions``.
         """
@@ -208,7 +210,7 @@ class Catalog:
         else:
             era = self.manifest.era(version.era)
         records = _with_written(era.open_records, changes)
-        # What a differential version writes is of no other: nobody reads it after this one.
+        # No other version reads the files of a differential version.
         stay = records if all(f.last_died == OPEN for f in added) else era.open_records
         eras.append(msgspec.structs.replace(era, files=[*era.files, *added], open_records=stay))
         version = msgspec.structs.replace(version, records=records)
@@ -216,7 +218,7 @@ class Catalog:
         self._publish(eras, versions)
 
     def flag_versions(self, unverified: Mapping[int, str]) -> None:
-        """Note why versions, by number, may lack changes."""
+        """Flag versions that may lack changes: number to reason."""
         self._publish(self.manifest.eras, _flagged(self.manifest.versions, unverified))
 
     def commit_round(self, era_number: int, changes: Iterable[FileChange]) -> None:
@@ -243,26 +245,26 @@ class Catalog:
         self._publish(eras, versions)
 
     def free_replaced(self) -> None:
-        """Publish the same once more, so that the manifest before it does not need replaced files either.
+        """Publish the same manifest again: then neither of the last two names replaced files; delete them.
 
-        They are deleted with it, rather than with the next version.
+        Otherwise the next version would do that.
         """
         self.delete_versions(())
 
     def delete_versions(self, numbers: Iterable[int]) -> None:
-        """Make versions cease to exist, and delete what only they needed.
+        """Delete versions, and the files that only they need.
 
-        A shard that has written the newest version cannot go on when that is among them: resume it.
+        If the newest version is among them, the shard that wrote it must be resumed.
         """
         gone = set(numbers)
         versions = [v for v in self.manifest.versions if v.version not in gone]
         self._publish(self.manifest.eras, versions, from_reserve=True)
 
     def make_room(self, needed: Set[int] = frozenset()) -> bool:
-        """On a full disk, delete now what else would go with the next version; False if there is nothing.
+        """On a full disk, delete now what the next version would make obsolete; False if there is nothing.
 
-        ``needed`` are versions to be kept whatever the policy says: one that is known to be whole should stay
-        until there is another.
+        ``needed`` versions are kept whatever the policy says: a version that is known to be intact should
+        stay until there is another.
         """
         kept = {v.version for v in self.retained()}
         doomed = [v.version for v in self.manifest.versions if v.version not in kept | needed]
@@ -274,9 +276,9 @@ class Catalog:
         return True
 
     def with_advice(self, error: BaseException, setting: str = "Policy(keep=N)") -> BaseException:
-        """The same error; if there is no space left and deleting versions would help, it says so.
+        """The same error, with advice if the store is full and deleting versions would help.
 
-        ``setting`` is what limits their number from now on.
+        ``setting``: how the user limits the number of versions.
         """
         if not isinstance(error, StoreFull) or len(self.manifest.versions) < 2:
             return error
@@ -287,12 +289,12 @@ class Catalog:
         return advised
 
     def _due(self, now: float) -> list[str]:
-        """Retired files that may be deleted as soon as a manifest stands after this one."""
-        # What was retired far in the future was by a clock that was ahead: it would stay until that comes.
+        """Retired files that may be deleted once the next manifest is published."""
+        # A time far in the future comes from a clock that was ahead: the file would stay until then.
         return [n for n, since in self.manifest.retired if abs(now - since) >= self.deletion_delay_seconds]
 
     def retained(self, now: float | None = None) -> list[Version]:
-        """What the policy would keep of the present versions."""
+        """The current versions that the policy keeps."""
         return self._retained(self.manifest.versions, now)
 
     def _retained(self, versions: Sequence[Version], now: float | None = None) -> list[Version]:
@@ -312,7 +314,7 @@ class Catalog:
     def _publish(
         self, eras: Sequence[Era], versions: Sequence[Version], *, from_reserve: bool = False
     ) -> None:
-        """Only what frees space may take it ``from_reserve``: it would not last for what adds more."""
+        """``from_reserve``: use reserved space, for publications that free space; others would exhaust it."""
         now = time.time()
         before = self.manifest
         trimmed = manifests.without_unneeded_files(eras, versions)
@@ -330,16 +332,16 @@ class Catalog:
         self.store.keep_reserve(len(self._own or b""))
 
     def _publish_next(self, draft: Manifest, from_reserve: bool) -> Manifest:
-        """Publish a manifest under the next number, and make sure that it is the newest."""
+        """Publish a manifest under the next number, and verify that it is the newest."""
         self.raise_if_fenced_off()
-        self.store.sync()  # apart from publishing: if this fails, it is certain that nothing was published
+        self.store.sync()  # separately: if this fails, certainly nothing was published
         self._look_for_others()
         while True:
             number = self._last_number + 1
             data = manifests.encode(msgspec.structs.replace(draft, number=number))
             complete = _as_it_will_be_read(data, self.store.url)
             try:
-                # The manifest comes last: whoever sees it may rely on every file that it names.
+                # The manifest comes last: a reader that sees it can rely on every file that it names.
                 if self._create(number, data, from_reserve):
                     self._make_sure(number, data)
                     break
@@ -349,16 +351,16 @@ class Catalog:
                 if self._may_exist(number):
                     self._attempts.add(checksum(data))
                 raise
-            self._last_number = number  # an attempt of ours has it
+            self._last_number = number  # one of our own failed attempts has it
         self._last_number = number
         self._own = data
         self._attempts.clear()
         return complete
 
     def _may_exist(self, number: int) -> bool:
-        """Whether a manifest may be there that was said to have failed: its name was not synced, say.
+        """Whether a manifest may exist though publishing it failed, for example because a sync failed.
 
-        It is left there: whoever has read it goes on from its number, so that number is never used again.
+        It stays: a reader may continue from its number, so the number is never reused.
         """
         try:
             return self.store.may_publish_late or number in manifests.numbers(self.store)
@@ -366,7 +368,7 @@ class Catalog:
             return True
 
     def _create(self, number: int, data: bytes, from_reserve: bool) -> bool:
-        """Publish; False if one of ours stands there that was said to have failed, and so it did."""
+        """Publish; False if the name is taken by our own attempt that was reported as failed."""
         try:
             self._create_in_any_case(number, data, from_reserve)
         except AlreadyExists as taken:
@@ -378,7 +380,7 @@ class Catalog:
                 return False
             if found != data:
                 self._fence_off(number)
-            # It is ours: a request was carried out, repeated as its answer was lost, and refused.
+            # It is ours: the request succeeded, its answer was lost, and the retry was refused.
             self.store.sync()
         return True
 
@@ -392,21 +394,21 @@ class Catalog:
                     raise
 
     def _look_for_others(self) -> None:
-        """Raise StoreLocked if another writer has published since we have, or since we read the store."""
+        """Raise StoreLocked if another writer has published since our last manifest, or since we opened."""
         newest = max(manifests.numbers(self.store), default=0)
         tried = self._attempts and newest == self._last_number + 1
         if tried and checksum(self._content(newest)) in self._attempts:
-            self._last_number = newest  # it is ours, though it was said to have failed
+            self._last_number = newest  # it is ours, though it was reported as failed
         elif newest > self._last_number:
             self._fence_off(newest)
         elif self._own is not None and not self.store.publishes_exclusively:
             self._raise_if_replaced(self._last_number, self._own)
 
     def _make_sure(self, number: int, data: bytes) -> None:
-        """Withdraw what has just been published if it is not the newest."""
+        """Withdraw the manifest just published if it is not the newest."""
         found = manifests.numbers(self.store)
         if found and found[0] > number:
-            # If that fails: below the newest it is read by nobody, and the next writer deletes it.
+            # If this fails: nobody reads it below the newest, and the next writer deletes it.
             with suppress(StoreError):
                 self.store.delete([manifests.name_of(number)])
             self._fence_off(found[0])
@@ -415,21 +417,21 @@ class Catalog:
         self._stored = set(found)
 
     def _raise_if_replaced(self, number: int, own: bytes) -> None:
-        """Where a name can be published twice, the later one stands."""
+        """For stores in which a name can be published twice: the later one wins."""
         with suppress(ObjectMissing):
             if self._content(number) != own:
                 self._fence_off(number)
 
     def _fence_off(self, newest: int) -> NoReturn:
         self._fenced_off = (
-            f"another writer has taken {self.store.url} over (it has published manifest {newest}, and "
-            f"{self._last_number} is the last that this one knows): this one saves and deletes nothing any "
-            "more, stop one of the two"
+            f"another writer has taken over {self.store.url} (it has published manifest {newest}, the last "
+            f"one known here is {self._last_number}): this writer stops saving and deleting; stop one of "
+            "the two"
         )
         raise StoreLocked(self._fenced_off, "unknown", 0)
 
     def raise_if_fenced_off(self) -> None:
-        """Raise StoreLocked if another writer is known to have taken the store over. Asks nobody."""
+        """Raise StoreLocked if another writer is known to have taken over the store. Reads nothing."""
         if self._fenced_off:
             raise StoreLocked(self._fenced_off, "unknown", 0)
 
@@ -438,14 +440,14 @@ class Catalog:
             return reader.read() if reader.size <= manifests.LARGEST_MANIFEST else b""
 
     def _delete_outdated(self, before: int, due: Iterable[str]) -> None:
-        """Delete what nobody needs; what cannot be is tried again next time, and by the next writer."""
+        """Delete obsolete files; on failure the next call, or the next writer, tries again."""
         outdated = sorted(n for n in self._stored if n < before)
         names = [*map(manifests.name_of, outdated), *self._undeleted, *due]
         try:
             self.store.delete(names)
         except BaseException as error:
-            # The manifest stands all the same: whoever waits for it must not be told that it failed.
-            log.warning("files of %s that no version needs cannot be deleted: %r", self.store.url, error)
+            # The manifest is published: this must not make the save fail.
+            log.warning("could not delete files of %s that no version needs: %r", self.store.url, error)
             self.problem = error
             self._undeleted = names[len(outdated) :]
             return
@@ -461,7 +463,7 @@ def _flagged(versions: Iterable[Version], unverified: Mapping[int, str]) -> list
 
 
 def _with_written(open_records: tuple[int, ...], changes: Sequence[FileChange]) -> tuple[int, ...]:
-    """How many records of each group a new version reads: all that nothing has replaced, and its own."""
+    """How many records of each group a new version reads: all that are not replaced, and its own."""
     if not open_records:
         return ()
     records = list(open_records)
@@ -474,7 +476,7 @@ def _with_written(open_records: tuple[int, ...], changes: Sequence[FileChange]) 
 def _without_replaced(
     records: tuple[int, ...], replaced: Sequence[tuple[int, int, int]], version: int
 ) -> tuple[int, ...]:
-    """How many are left for a version, now that files say when some of them died."""
+    """How many records a version still reads, now that files say when some of them died."""
     if not records:
         return ()
     left = list(records)
@@ -485,11 +487,11 @@ def _without_replaced(
 
 
 def _as_it_will_be_read(data: bytes, url: str) -> Manifest:
-    """What a reader makes of a manifest; one that none can read would take the whole store with it."""
+    """Decode a manifest as a reader will: one that nobody can read would make the whole store unusable."""
     try:
         return manifests.decode(data, "its manifest")
     except CorruptCheckpoint as error:
         raise CheckpointError(
-            f"what is to be saved to {url} could not be read again, so nothing was published: {error}; "
+            f"the manifest for {url} could not be read back, so nothing was published: {error}; "
             "check the step and the metadata"
         ) from None

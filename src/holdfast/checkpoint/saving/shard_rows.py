@@ -21,7 +21,7 @@ class SaveCancelled(Exception):
 
 @dataclass
 class Cancellation:
-    """Whether a save is still wanted. One thread cancels, the one that writes looks."""
+    """Whether a save is still wanted. One thread cancels it; the writing thread checks."""
 
     cancelled: bool = False
 

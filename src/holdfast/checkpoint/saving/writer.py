@@ -1,14 +1,14 @@
-"""Saving behind the trainer's back: copy what changed, return, and write it from another thread.
+"""Saving in the background: copy changed rows, return, and write them from another thread.
 
-``Writer.save`` is the main path. In the trainer's thread it decides what the version holds and copies it
-(the *snapshot*: all that training waits for). In the background it writes the files, publishes the
-manifest, and then, with no save waiting for it, lets the shard rearrange its files.
+``Writer.save`` is the main path. In the trainer's thread it decides which rows the version holds and copies
+them (the *snapshot*; training waits for nothing else). The background thread writes the files, publishes the
+manifest, and then lets the shard rearrange its files; no save waits for that.
 
-A save may be cancelled by the next one until its manifest is about to be published: the trainer sets a flag,
-at which the background looks between files and blocks (``Cancellation``).
+The next save may cancel a save until its manifest is published: the trainer sets a flag that the background
+thread checks between files and blocks (``Cancellation``).
 
-Who touches what: the tracker's bits belong to the trainer's thread alone, catalog and shard to the
-background's while a save is under way. What became of a save is picked up by the trainer's next call.
+Thread ownership: only the trainer's thread uses the tracker. While a save is in progress, only the background
+thread uses catalog and shard. The trainer's next call collects the outcome of a save.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from holdfast.options import AutoBits, BitsChoice, Full, Policy
 log = logging.getLogger("holdfast.checkpoint")
 
 UNSEEN_ADVICE = (
-    "something wrote to them past PyTorch's version counter (weight.data, NumPy, an extension) or past the "
-    "optimizers that were given: call Checkpointer.mark() after such writes"
+    "something wrote to them without PyTorch's version counter (weight.data, NumPy, an extension) or with an "
+    "optimizer that the Checkpointer does not have: call Checkpointer.mark() after such writes"
 )
 
 
@@ -62,17 +62,17 @@ class CapturedState(Protocol):
     """A copy of everything that is saved besides rows."""
 
     def parts(self) -> Sequence[Any]:
-        """The buffers of the dense file. Called once, in the background."""
+        """The buffers of the dense file. Called in the background, again if a save is retried."""
 
 
 class Source(Protocol):
-    """What is saved. ``Writer.save`` calls both, once each and in this order, in the trainer's thread."""
+    """The state to save. ``Writer.save`` calls ``look``, then ``capture``, in the trainer's thread."""
 
     def look(self) -> tuple[LiveTables, Collection[str]]:
-        """The tables as they are now, and the names of those of which any row may have changed."""
+        """The current tables, and the names of those in which any row may have changed."""
 
     def capture(self) -> CapturedState:
-        """Copy everything that is not rows: training goes on when this returns."""
+        """Copy everything that is not rows; training continues when this returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ class SaveReport:
     baseline: bool
     rows: int
     bytes: int
-    """Written for it, manifest left out."""
+    """Bytes written for this version, without the manifest."""
     stall_seconds: float
-    """How long the trainer waited: for the save before, if it had to, and for the snapshot."""
+    """How long the trainer waited: for the previous save, if necessary, and for the snapshot."""
     snapshot_seconds: float
     write_seconds: float
     tidied_bytes: int = 0
@@ -97,7 +97,7 @@ class SaveReport:
 
 @dataclass
 class _Outcome:
-    """What becomes of a save."""
+    """A save in progress, and its outcome."""
 
     version: int
     step: int
@@ -105,7 +105,7 @@ class _Outcome:
     may_be_cancelled: bool
     known: Latch = field(default_factory=Latch)
     noted: Latch = field(default_factory=Latch)
-    """Opened when the digests are those of the rows in it."""
+    """Opened when the digests match the rows of this version."""
     error: BaseException | None = None
     job: Callable[[], None] | None = None
     wanted: Cancellation = field(default_factory=Cancellation)
@@ -122,7 +122,7 @@ class _Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """Rows of a version that are being copied."""
+    """Rows of a version while they are copied."""
 
     baseline: bool
     rows: list[Rows]
@@ -130,12 +130,12 @@ class _Copying:
 
 
 class Writer:
-    """Saves versions of some tables and whatever bytes go with them.
+    """Saves versions of tables and of the state that belongs to them.
 
     Args:
-        store: opened for writing, with its lock held.
-        policy: what to save and keep.
-        events: where figures go.
+        store: opened for writing; the caller holds its lock.
+        policy: when to save, how, and what to keep.
+        events: the log that gets every figure.
     """
 
     def __init__(self, store: Store, policy: Policy, events: EventLog) -> None:
@@ -146,7 +146,7 @@ class Writer:
         self.events = events
         self.catalog = Catalog(store, policy)
         for complaint in self.catalog.complaints:
-            log.warning("%s: an older manifest is used: %s", store.url, complaint)
+            log.warning("%s: using an older manifest: %s", store.url, complaint)
             self.events.emit("checkpoint_damaged", version=None, error=complaint)
         self.tracker = Tracker(())
         self.reports: list[SaveReport] = []
@@ -171,11 +171,11 @@ class Writer:
         self._unverified: dict[int, str] = {}
 
     def bind(self, tables: LiveTables) -> None:
-        """Say what is to be saved. New groups begin a new era: the next version holds everything."""
+        """Set the tables to save. New groups begin a new era: the next version holds all rows."""
         if tables is self._tables:
             return
         if tables.groups != self._groups:
-            # What is under way is of the old groups, and so is what becomes of it.
+            # A save in progress, and its outcome, belong to the old groups.
             self._thread.wait()
             self.collect()
             self._groups = tables.groups
@@ -189,7 +189,7 @@ class Writer:
         self._tables = tables
 
     def _priorities(self) -> dict[str, Priority]:
-        """One for each of the largest tables, if not all that changes is to be saved at once."""
+        """One for each of the largest tables, if the policy prioritizes rows."""
         policy = self.policy
         if policy.prioritize is None:
             return {}
@@ -204,27 +204,27 @@ class Writer:
         return self._tables.weights(table)
 
     def begin_anew(self) -> None:
-        """Let the next version hold everything: the marks do not tell what is new in the tables."""
+        """Make the next version a baseline: the marks no longer tell which rows have changed."""
         self._shard = Shard(0, self._groups, self.strategy)
         self._publisher.leave_era()
         self._digests_known = False
 
     @property
     def last_version(self) -> int:
-        """The number of the version that was taken last."""
+        """The number of the last version that was begun."""
         return self._next_version - 1
 
-    # Rows that changed unseen
+    # Rows that changed without the tracker noticing
 
     def check(self, tables: Collection[str]) -> list[UnseenChange]:
-        """Compare all rows of these tables that are not marked with their digests; mark those that differ.
+        """Compare the unmarked rows of these tables with their digests, and mark those that differ.
 
-        In the trainer's thread, between two steps. Versions that lack such rows are noted as unverified.
+        Call it in the trainer's thread, between two steps. Versions that lack such rows become unverified.
         """
         return self._check(tables, self.last_version)
 
     def _check(self, tables: Collection[str], version: int) -> list[UnseenChange]:
-        """``version`` is the last one that has the rows as they are now, but for those that are marked."""
+        """``version``: the last one that contains all rows as they are now, except for marked ones."""
         if self._under_way is not None:
             self._under_way.noted.wait()
         if self._digests is None or not self._digests_known:
@@ -233,7 +233,7 @@ class Writer:
         return self._note_unseen([change for change in checks if change is not None])
 
     def check_some(self, seconds: float, may_check: Callable[[str], bool]) -> list[UnseenChange]:
-        """The same for some rows, for about ``seconds``; goes on where the last call ended."""
+        """The same for some rows, for about ``seconds``; continues where the last call ended."""
         noted = self._under_way is None or self._under_way.noted.is_open()
         if self._digests is None or not (self._digests_known and noted):
             return []
@@ -242,9 +242,9 @@ class Writer:
         )
 
     def note_missed(self, table: str, why: str, complete: int) -> None:
-        """Changes of a table may have been missed in versions after the one that is ``complete``."""
+        """Versions after ``complete`` may lack changes of a table."""
         if self._digests is not None:
-            self.check([table])  # it tells which rows, and in which versions
+            self.check([table])  # finds which rows, and in which versions
             return
         self.tracker.suspect(table)
         versions = self._note_unverified(table, complete, why)
@@ -253,7 +253,7 @@ class Writer:
             self.events.emit("checkpoint_unseen_change", table=table, rows=None, versions=versions)
 
     def _note_unverified(self, table: str, after: int, why: str) -> list[int]:
-        """Versions after this one may lack changes of a table: the next manifest says so. Which they are."""
+        """Let the next manifest flag the versions after this one; returns their numbers."""
         missing = range(after + 1, self._next_version)
         for version in missing:
             self._unverified.setdefault(version, f"{table}: {why}")
@@ -264,7 +264,7 @@ class Writer:
             why = f"{change.rows} rows had changed unseen"
             versions = self._note_unverified(change.table, change.verified, why)
             log.warning(
-                "%d rows of %s have changed unseen; they are in the next version, and %s: %s",
+                "%d rows of %s have changed unseen; the next version will contain them, and %s: %s",
                 change.rows,
                 change.table,
                 f"versions {versions[0]} to {versions[-1]} may lack them"
@@ -278,14 +278,15 @@ class Writer:
         return changes
 
     def resume(self, version: Version) -> bool:
-        """Go on from the store's newest version, which has just been restored; False if that cannot be."""
+        """Continue from the store's newest version, which was just restored; False if the next one must be a
+        baseline."""
         self._restored = version.version
         newest = self.catalog.newest
         if newest is None or newest != version or isinstance(self.strategy, Full) or self._era_is_damaged:
             return False
         if self.catalog.manifest.last_version > version.version:
-            # Later ones were deleted. Rows that they replaced may have been put away as such, and would be
-            # missing from a version that goes on without them.
+            # Later versions were deleted. Rows that they replaced may have been moved to history files, and
+            # would be missing from a version that continues without them.
             return False
         era = self.catalog.manifest.era(version.era)
         encoder = Encoder.of_era(self.policy, self.restores, era.decoded_groups(), self._groups)
@@ -296,8 +297,8 @@ class Writer:
         try:
             self._take_up(era, version)
         except (CheckpointError, StoreError) as error:
-            # Of a file that another version needs. This one was restored: go on, without that file.
-            log.warning("the next version of %s holds everything: %s", self.store.url, error)
+            # A file of another version is damaged. This version was restored: continue without that file.
+            log.warning("the next version of %s will be a baseline: %s", self.store.url, error)
             self.events.emit("checkpoint_damaged", version=version.version, error=str(error))
             self.begin_anew()
             return False
@@ -313,7 +314,7 @@ class Writer:
         self._increment.resume(self._shard.rows_of(self.store, era, version.version))
 
     def skips(self, step: int) -> bool:
-        """Whether a save of this step is left out, as the policy says, because another is under way."""
+        """Whether the policy skips a save of this step because another one is in progress."""
         if self.policy.when_busy != "skip" or not self.busy():
             return False
         self.events.emit("checkpoint_skipped", step=step)
@@ -322,8 +323,8 @@ class Writer:
     def save(self, step: int, source: Source, metadata: dict[str, Any], *, whole: bool = True) -> int:
         """Save a version and return its number as soon as its snapshot is taken.
 
-        Not ``whole``: rows that do not come first by the policy's ``prioritize`` are left for later. Cancels
-        the save that is under way, or waits for it, as the policy says; ask ``skips`` before.
+        If not ``whole``, rows that the policy's ``prioritize`` ranks low wait for a later version. Cancels
+        the save in progress, or waits for it, as the policy says; call ``skips`` first.
         """
         called = time.perf_counter()
         self._saved_wait()
@@ -343,7 +344,7 @@ class Writer:
                 try:
                     self._write(outcome, snapshot, metadata, stall)
                 except BaseException as error:
-                    if not outcome.known.is_open():  # the next save waits for it
+                    if not outcome.known.is_open():  # the next save waits for this
                         outcome.error = error
                         outcome.known.open()
                     raise
@@ -355,8 +356,8 @@ class Writer:
             self._under_way = outcome
             self._next_version += 1
             self._thread.submit(job)
-        except BaseException:  # Ctrl-C, too, wherever it comes
-            # Nobody would ever say that it is done, and the next save would wait for that.
+        except BaseException:  # Ctrl-C, too, at any point
+            # Nobody would ever report the outcome, and the next save would wait for it.
             if job is None or self._thread.withdraw(job):
                 self._under_way = None
                 self.tracker.give_back()
@@ -364,9 +365,9 @@ class Writer:
         return version
 
     def collect(self) -> None:
-        """Take note of what became of the last save, if it is done; raises SaveFailed if it failed.
+        """Process the outcome of the last save, if it is known; raises SaveFailed if it failed.
 
-        Raises StoreLocked if another writer has taken the store over, and so would every later save.
+        Raises StoreLocked if another writer has taken over the store; every later save would, too.
         """
         outcome = self._under_way
         if outcome is not None and outcome.wanted.cancelled:
@@ -383,35 +384,35 @@ class Writer:
                 self._publisher.last_was_cancelled = True
                 log.info("version %d of %s was cancelled", outcome.version, self.store.url)
                 self.events.emit("checkpoint_cancelled", version=outcome.version, step=outcome.step)
-            self._under_way = None  # last: whoever is interrupted before it does this again
+            self._under_way = None  # last: after an interrupt before this line, all of it is repeated
             if isinstance(outcome.error, StoreLocked):
-                raise outcome.error  # no later save will do any better
+                raise outcome.error  # no later save can succeed
             if outcome.error is not None and not cancelled:
                 failure = SaveFailed(
                     f"a save to {self.store.url} failed: {message_of(outcome.error)}; its rows are still "
-                    "marked as changed and will be in the next one"
+                    "marked as changed, and the next save will contain them"
                 )
                 failure.version = outcome.version
                 raise failure from outcome.error
         error, self._tidy_error = self._tidy_error, None
         if error is not None:
             raise SaveFailed(
-                f"what was saved to {self.store.url} stands, but its files could not be rearranged: "
+                f"the versions of {self.store.url} are intact, but their files could not be rearranged: "
                 f"{message_of(error)}"
             ) from error
 
     def wait(self) -> None:
-        """Return when every save is durable and files are rearranged; raises SaveFailed if one failed."""
+        """Return when every save is durable and files are rearranged; raises SaveFailed if a save failed."""
         self._thread.wait()
         self.collect()
         self._thread.raise_error()
 
     def finish(self, most_seconds: float) -> bool:
-        """End the thread with what is under way; False if that takes longer. ``close`` comes after it."""
+        """Finish the save in progress and end the thread; False on timeout. Call ``close`` afterwards."""
         return self._thread.close(most_seconds)
 
     def close(self) -> None:
-        """Finish what is under way and end the thread."""
+        """Finish the save in progress and end the thread."""
         self._thread.close()
         self.collect()
         if self._unverified:
@@ -419,24 +420,24 @@ class Writer:
         self._thread.raise_error()
 
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress."""
         return self._under_way is not None and not self._under_way.known.is_open()
 
     def _saved_wait(self) -> None:
-        """Return when it is known what becomes of the save under way, having cancelled it if that may be."""
+        """Return when the outcome of the save in progress is known; cancel it if the policy allows."""
         outcome = self._under_way
         if outcome is None:
             return
-        # Where every save is cancelled by the next one, nothing would ever become durable.
+        # If every save cancelled the one before, nothing would ever become durable.
         if self.policy.when_busy == "cancel" and outcome.may_be_cancelled:
             outcome.wanted.cancelled = True
             self._take_back(outcome)
         outcome.known.wait()
 
     def _take_back(self, outcome: _Outcome) -> None:
-        """Of a save that is cancelled and has not begun, as a round is still under way: do not begin it.
+        """Withdraw a cancelled save that has not begun, because files are still being rearranged.
 
-        Doing so again is fine: whoever is interrupted in here does.
+        May be repeated, after an interrupt.
         """
         assert outcome.job is not None
         if self._thread.withdraw(outcome.job) and not outcome.known.is_open():
@@ -445,9 +446,9 @@ class Writer:
             outcome.known.open()
 
     def _snapshot(self, source: Source, whole: bool) -> _Snapshot:
-        """Copies of what the version holds, and nothing else: training waits for this."""
-        # To look at every tensor takes as long as to copy many rows. As a rule nothing has changed: copying
-        # starts at once, from where the rows were the last time, and is done again if that was wrong.
+        """Copy the contents of the version, and do nothing else: training waits for this."""
+        # Looking at every tensor takes as long as copying many rows. Usually nothing has changed: copying
+        # starts at once, from where the rows were the last time, and is repeated if that was wrong.
         at_once = self._nothing_unseen and self.policy.verify != "all"
         copying = self._start_copying(whole) if at_once else None
         try:
@@ -473,7 +474,7 @@ class Writer:
 
     def _start_copying(self, whole: bool) -> _Copying:
         baseline = self._publisher.baseline_is_due(self._shard.live_bytes())
-        if self._digests is not None:  # suspected tables are compared as a whole
+        if self._digests is not None:  # a suspected table is compared completely
             self._digests.verified(self.tracker.suspects, self._next_version)
         wanted = self.tracker.take(whole=whole or baseline, find=self._finder(baseline))
         if baseline:
@@ -485,18 +486,18 @@ class Writer:
         return _Copying(baseline, copied, self._tables.start_gather(wanted, copies))
 
     def _finder(self, baseline: bool) -> FindChanged | None:
-        """What finds the rows that have changed of tables of which any may have."""
+        """Finds the changed rows of tables in which any row may have changed."""
         if baseline:
-            return lambda group, begin, end, marked: 0  # it holds all of them anyway
+            return lambda group, begin, end, marked: 0  # a baseline holds all rows anyway
         if self._digests is None:
             return None
         return partial(self._digests.find_changed, self._tables)
 
     def _space(self, number: int, rows: int) -> list[Bytes2D]:
-        """Memory for a snapshot: the last one's, if it is large enough and not much too large.
+        """Memory for a snapshot: reuses the last one's if it is large enough and not much too large.
 
-        No two saves overlap, so the last snapshot is done with. Fresh memory would cost a page fault for
-        every 4 KiB, in the trainer's time.
+        Saves never overlap, so the last snapshot is no longer needed. Fresh memory would cost a page fault
+        for every 4 KiB while training waits.
         """
         arena = self._arena[number]
         if not arena or len(arena[0]) < rows or len(arena[0]) > 8 * max(rows, 1024):
@@ -512,7 +513,8 @@ class Writer:
         number, step, baseline = outcome.version, outcome.step, outcome.baseline
         started, cpu = time.perf_counter(), time.thread_time()
         try:
-            # Before it is durable: if that fails, these rows are marked again, and such are not compared.
+            # Before the version is durable: if it fails, these rows are marked again, and marked rows are not
+            # compared.
             if self._digests is not None:
                 self._digests.note(number, snapshot.rows, baseline=baseline)
                 self._digests_known |= baseline
@@ -530,7 +532,7 @@ class Writer:
                 if not self.catalog.make_room(needed={self._restored}):
                     raise
                 change, version = self._commit(new, shard, encoder, snapshot, outcome.wanted)
-        except BaseException as failure:  # of whatever kind: the trainer waits for the next lines
+        except BaseException as failure:  # of any kind: the trainer waits for the next lines
             outcome.error = error = self.catalog.with_advice(failure)
             outcome.known.open()
             if not isinstance(error, SaveCancelled):
@@ -551,13 +553,13 @@ class Writer:
         try:
             self._tidy(report, number, time.thread_time() - cpu)
         except BaseException as error:
-            # The version stands; only its files are not arranged as they could be.
+            # The version exists; only its files are not rearranged.
             self._tidy_error = self.catalog.with_advice(error)
             log.warning("rearranging files of %s failed: %s", self.store.url, message_of(error))
             self.events.emit("checkpoint_tidy_failed", version=number, error=message_of(error))
             if isinstance(error, CorruptCheckpoint | ObjectMissing):
-                # What is built upon a damaged file cannot be restored, and every round would meet it again.
-                log.warning("the next version of %s holds everything", self.store.url)
+                # A version that needs a damaged file cannot be restored, and every round would read it again.
+                log.warning("the next version of %s will be a baseline", self.store.url)
                 self._era_is_damaged = True
                 self._publisher.leave_era()
             self._clear_away()
@@ -581,22 +583,22 @@ class Writer:
         return change, version
 
     def _clear_away(self) -> None:
-        """Delete what a failed save or round has written: on a full disk the next one needs the space."""
+        """Delete the files of a failed save or round: on a full disk the next one needs the space."""
         try:
             self.catalog.delete_leftovers()
-        except Exception as error:  # the next writer clears it away
-            log.warning("what a failed save left in %s stays: %s", self.store.url, message_of(error))
+        except Exception as error:  # the next writer deletes them
+            log.warning("files of a failed save stay in %s: %s", self.store.url, message_of(error))
 
     def _apply(self, change: ShardChange) -> None:
-        """A manifest with the change is durable."""
+        """Note that a manifest with the change is durable."""
         try:
             self._shard.apply(change)
-        except BaseException as error:  # for want of memory, say
-            log.warning("the next version of %s holds everything: %s", self.store.url, message_of(error))
+        except BaseException as error:  # out of memory, for example
+            log.warning("the next version of %s will be a baseline: %s", self.store.url, message_of(error))
             self.begin_anew()
 
     def _say_bits(self) -> None:
-        """Say what was chosen for tables for which the policy leaves it open."""
+        """Log the bits chosen for tables with ``AutoBits``."""
         for group in self._groups:
             wish = self.policy.bits_of(group.tables[0].name)
             if isinstance(wish, AutoBits):
