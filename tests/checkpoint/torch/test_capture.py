@@ -126,9 +126,15 @@ def replace_state(run: Run) -> None:
     run.optimizer.state[run.net.layer.bias] = {"step": torch.ones(()), "sum": torch.ones(2)}
 
 
+def reorder_group(run: Run) -> None:
+    parameters = run.optimizer.param_groups[0]["params"]
+    parameters[-2:] = reversed(parameters[-2:])
+
+
 CHANGES: list[Callable[[Run], None]] = [
     set_lr, load, add_group, replace_parameter, replace_layer, other_memory, other_shape, rename, hook,
     optimizer_hook, new_buffer, buffer_left_out, buffer_taken_in, odd_state, replace_state,
+    reorder_group,
 ]  # fmt: skip
 
 
@@ -318,6 +324,7 @@ class TestPlans:
         for _ in range(3):
             load(run)
             run.check()
+        assert run.has_plans()[1] is True
         load(run)
         run.check()
         assert run.has_plans()[1] is False
