@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,6 +301,33 @@ class TestWatching:
         assert case.watch._has_let_go(10.0)
         assert case.watch._has_let_go(11.0)
         assert case.keeper.closed == 1
+
+    def test_after_the_end_it_stays_for_a_farewell(
+        self, watching: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever did not hear of the end asks again."""
+        case = watching()
+        clock = [100.0]
+        polled: list[float] = []
+        beat = Envelope(
+            Peer("worker", 0, 1), case.machine.me, WorkerBeat("working", case.machine.view.number)
+        )
+
+        def poll(seconds: float) -> list[Envelope]:
+            polled.append(seconds)
+            assert len(polled) < 50
+            clock[0] += 0.5
+            if len(polled) == 4:
+                case.machine._views.change(phase="stopping")
+            return [beat] if len(polled) == 2 else []
+
+        case.transport.poll = poll
+        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+        case.watch.run()
+        assert case.machine.workers[0].beat == beat.message
+        assert case.machine.workers[0].heard == 101.0
+        assert clock[0] == 102.0 + 3.5
+        assert all(0 <= seconds <= TICK_SECONDS for seconds in polled)
 
     def test_without_a_store_there_is_nothing_to_let_go(self, watching: Any) -> None:
         assert watching().watch._has_let_go(0.0)
