@@ -561,6 +561,7 @@ class TestCuts:
         script.exit(Peer("server", 1, 1))
         assert script.machine.cut is None
         assert script.phase == "running"
+        assert script.machine.servers[1].since_view == script.machine.view.number, "others hear of it at once"
 
     def test_a_worker_that_dies_does_not(self) -> None:
         script = Script(r=1).started()
@@ -710,10 +711,11 @@ class TestReplacedWorkers:
             mark = WorkerMark(0, sequence=4, kept=kept, contained=3 + slot)
             script.beat("server", slot, marks=(mark, WorkerMark(1)))
         assert not script.worker.starts
-        mark = WorkerMark(0, sequence=4, kept=4, contained=6)
-        script.beat("server", 1, marks=(mark, WorkerMark(1)))
+        for slot, contained in ((0, 5), (1, 6)):
+            mark = WorkerMark(0, sequence=4, kept=4, contained=contained)
+            script.beat("server", slot, marks=(mark, WorkerMark(1)))
         assert script.worker.starts
-        assert script.worker.owes == 6
+        assert script.worker.owes == 6, "some server has it already"
         assert ("worker_started", {"slot": 0, "incarnation": 2, "sequence": 4}) in script.machine.events
 
     def test_all_servers_must_have_started(self) -> None:
