@@ -1,7 +1,7 @@
 """All mutants of a module: its source with one small change.
 
-Left alone are annotations, decorators, arguments of classes, assertions, what is raised, f-strings, calls of
-a logger, ``__repr__``, and what only a type checker runs.
+Left alone are annotations, decorators, arguments of classes, assertions (``strict`` of ``zip`` is one, too),
+what is raised, f-strings, calls of a logger, ``__repr__``, and what only a type checker runs.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _left_alone(node: ast.AST) -> bool:
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
             return name in _LOGGERS
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.keyword(arg="strict"):
             return True
         case _:
             return False

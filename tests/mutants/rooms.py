@@ -12,14 +12,14 @@ _STORE = "checkpoint/store/"
 _READING = "checkpoint/reading/"
 _TORCH = "checkpoint/torch/"
 _SAVING = "checkpoint/saving/"
-_SIMULATED = (
+_QUICK_JOBS = (
     "sim/test_resuming.py",
     "sim/test_damaged_messages.py",
     "sim/test_ends.py",
     "sim/test_network_copies.py",
-    "sim/test_schedules.py",
-    "sim/test_protected.py",
 )
+_SIMULATED = (*_QUICK_JOBS, "sim/test_schedules.py", "sim/test_protected.py")
+_REAL_JOB = "cluster/test_partial_recovery.py::test_only_the_dead_servers_rows_go_back[from the start]"
 
 # Module or folder below src/holdfast: tests below tests/. The longest name that fits counts.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -131,10 +131,29 @@ TESTS: dict[str, tuple[str, ...]] = {
     "checkpoint/saving/schedule.py": (_SAVING + "test_schedule.py",),
     "checkpoint/saving/shard_rows.py": (_SAVING + "test_shard_rows.py",),
     "cluster/redundancy/": ("cluster/redundancy/", *_SIMULATED),
-    "cluster/server/": ("cluster/server/", "cluster/protocol/test_hostile_messages.py", *_SIMULATED),
-    "cluster/server/process.py": ("cluster/server/", "cluster/test_partial_recovery.py"),
+    "cluster/server/": ("cluster/server/", *_SIMULATED, "cluster/protocol/test_hostile_messages.py"),
+    "cluster/server/deferred.py": ("cluster/server/test_deferred.py", *_QUICK_JOBS),
+    "cluster/server/durability.py": ("cluster/server/test_durability.py", *_QUICK_JOBS),
+    "cluster/server/initial_values.py": ("cluster/server/test_initial_values.py", *_QUICK_JOBS),
+    "cluster/server/ledger.py": ("cluster/server/test_ledger.py", *_QUICK_JOBS),
+    "cluster/server/process.py": (
+        "cluster/server/test_process.py",
+        "cluster/server/test_machine.py",
+        _REAL_JOB,
+    ),
+    "cluster/server/requests.py": ("cluster/server/test_requests.py", *_QUICK_JOBS),
+    "cluster/server/witness.py": ("cluster/server/test_witness.py",),
     "cluster/supervisor/": ("cluster/supervisor/", *_SIMULATED, "sim/test_saving.py"),
-    "cluster/supervisor/process.py": ("cluster/supervisor/", "cluster/test_partial_recovery.py"),
+    "cluster/supervisor/evaluations.py": ("cluster/supervisor/test_evaluations.py", *_QUICK_JOBS),
+    "cluster/supervisor/members.py": (
+        "cluster/supervisor/test_members.py",
+        "cluster/supervisor/test_machine.py",
+        *_QUICK_JOBS,
+    ),
+    "cluster/supervisor/process.py": ("cluster/supervisor/test_process.py", _REAL_JOB),
+    "cluster/supervisor/recovery_log.py": ("cluster/supervisor/test_recovery_log.py", *_QUICK_JOBS),
+    "cluster/supervisor/views.py": ("cluster/supervisor/test_views.py", *_QUICK_JOBS),
+    "cluster/supervisor/watch.py": ("cluster/supervisor/test_watch.py",),
 }
 
 

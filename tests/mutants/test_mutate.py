@@ -29,6 +29,7 @@ CHANGES = [
     ("'é' + x", {"'é' - x"}),  # columns are counted in bytes
     ("int | None", set()),
     ("isinstance(x, int | str)", set()),
+    ("zip(x, y, strict=True)", set()),
     ("f'{x + 1}'", set()),
     ("x.y", set()),
 ]

@@ -113,6 +113,13 @@ def test_links_are_refused_by_every_operation(files: Files, root: Path, tmp_path
     assert not list((tmp_path / "outside").iterdir())
 
 
+def test_a_link_gets_a_second_name_and_not_what_it_leads_to(files: Files, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    (root / "hidden").symlink_to(tmp_path / "secret")
+    files.link("hidden", "object")
+    assert (root / "object").is_symlink()
+
+
 def test_a_folder_is_not_a_file(files: Files) -> None:
     files.mkdir("a")
     with pytest.raises(FileNotFoundError, match="a is a folder"):

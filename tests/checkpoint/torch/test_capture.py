@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -126,9 +126,24 @@ def replace_state(run: Run) -> None:
     run.optimizer.state[run.net.layer.bias] = {"step": torch.ones(()), "sum": torch.ones(2)}
 
 
+def another_state(run: Run) -> None:
+    known = run.optimizer.state
+    run.optimizer.state = defaultdict(dict, {p: {k: v + 1 for k, v in s.items()} for p, s in known.items()})
+
+
+def other_groups(run: Run) -> None:
+    run.optimizer.param_groups = [{**group, "lr": 7.0} for group in run.optimizer.param_groups]
+
+
+def reorder_group(run: Run) -> None:
+    parameters = run.optimizer.param_groups[0]["params"]
+    parameters[-2:] = reversed(parameters[-2:])
+
+
 CHANGES: list[Callable[[Run], None]] = [
     set_lr, load, add_group, replace_parameter, replace_layer, other_memory, other_shape, rename, hook,
     optimizer_hook, new_buffer, buffer_left_out, buffer_taken_in, odd_state, replace_state,
+    reorder_group, another_state, other_groups,
 ]  # fmt: skip
 
 
@@ -318,6 +333,7 @@ class TestPlans:
         for _ in range(3):
             load(run)
             run.check()
+        assert run.has_plans()[1] is True
         load(run)
         run.check()
         assert run.has_plans()[1] is False

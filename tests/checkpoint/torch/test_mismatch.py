@@ -47,6 +47,10 @@ WEIGHT = Field("weight", "F32", 2)
             table_group(WEIGHT, Field("optim.sum", "F32", 1)),
             "optim.sum of model.weight is 6 × 1 F32 in the checkpoint and 6 × 2 F32 here",
         ),
+        (
+            table_group(Field("optim.sum", "F32", 1), Field("weight", "F32", 3)),
+            "^model.weight is 6 × 3 F32 in the checkpoint",
+        ),
         (table_group(Field("optim.sum", "F32", 2)), "no weights of table model.weight"),
     ],
 )

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -555,3 +556,114 @@ def test_an_alarm_where_every_step_is_told(seeds: range) -> None:
         checked += 1
         assert loop.run(first, ahead, lambda step: True) == ["loader"], seed
     assert checked > len(seeds) / 2
+
+
+class TestRules:
+    """The two rules on a loader that says what a test wants it to say."""
+
+    class Loader:
+        def __init__(self) -> None:
+            self.read_count = SimpleNamespace(batches=0, passes=0, thread=None)
+
+    class Case:
+        def __init__(self, start: int = 0, read: int = 0) -> None:
+            self.loader = TestRules.Loader()
+            self.loader.read_count.batches = read
+            self.watch = Says({"loader": self.loader}, EventLog(None))
+            self.watch.begin(start)
+
+        def tell(self, step: int, batches: int, thread: int | None = None, passes: int = 0) -> bool | None:
+            """Whether it is said to be read ahead; None: that is not known yet."""
+            self.loader.read_count = SimpleNamespace(batches=batches, passes=passes, thread=thread)
+            self.watch.told(step)
+            if self.watch.said:
+                return True
+            return None if "loader" in self.watch._watched else False
+
+    ELSEWHERE = threading.get_ident() + 1
+
+    def test_batches_that_were_read_before_are_found_after_some_even_steps(self) -> None:
+        case = self.Case()
+        assert [case.tell(step, step + 3) for step in range(5)] == [None] * 4 + [True]
+
+    def test_even_steps_are_needed_first(self) -> None:
+        case = self.Case()
+        reads = [9, 10, 11, 13, 14, 15, 16, 17]  # batches are left out here and there
+        assert [case.tell(step, read) for step, read in enumerate(reads)] == [None] * 7 + [False]
+        case = self.Case()
+        reads = [9, 13, 14, 15, 16, 17]
+        assert [case.tell(step, read) for step, read in enumerate(reads)] == [None] * 5 + [True]
+
+    @pytest.mark.parametrize(("first", "ahead"), [(0, False), (1, False), (2, False)])
+    def test_one_batch_for_each_step_is_not_ahead(self, first: int, ahead: bool) -> None:
+        case = self.Case()
+        assert case.tell(first, 1) in (None, False)
+        found = [case.tell(first + step, 1 + step) for step in range(1, 5)]
+        assert found[-1] is ahead
+
+    def test_the_first_step_may_have_been_told_as_the_second(self) -> None:
+        case = self.Case()
+        assert [case.tell(1 + step, 2 + step) for step in range(5)][-1] is False
+        case = self.Case()
+        assert [case.tell(step, 2 + step) for step in range(5)][-1] is True
+
+    def test_what_was_read_before_the_start_does_not_count(self) -> None:
+        case = self.Case(start=7, read=30)
+        assert [case.tell(7 + step, 31 + step) for step in range(5)][-1] is False
+
+    @pytest.mark.parametrize("steps", [[0, 1, 1], [0, 1, 3], [2, 3], [0, 1, 0]])
+    def test_steps_that_are_not_told_one_by_one(self, steps: list[int]) -> None:
+        case = self.Case()
+        assert [case.tell(step, 50 + number) for number, step in enumerate(steps)][-1] is False
+
+    def test_a_loop_that_reads_nothing(self) -> None:
+        case = self.Case()
+        assert [case.tell(step, 4) for step in range(5)] == [None] * 4 + [False]
+
+    def test_another_pass_is_another_matter(self) -> None:
+        case = self.Case()
+        assert case.tell(0, 3, passes=1) is None
+        assert case.tell(1, 4, passes=2) is False
+        case = self.Case()
+        assert case.tell(0, 3, passes=2) is False
+
+    @pytest.mark.parametrize(
+        ("step", "batches", "ahead"),
+        [
+            (0, 1, None),
+            (0, 2, True),
+            (9, 10, False),
+            (9, 9, False),
+            (9, 11, True),
+            (9, 8, True),
+            (9, 1, False),
+        ],
+    )
+    def test_another_thread_that_has_got_more_than_there_were_steps(
+        self, step: int, batches: int, ahead: bool | None
+    ) -> None:
+        """Unless steps were told late, by their numbers."""
+        found = self.Case().tell(step, batches, self.ELSEWHERE)
+        assert bool(found) is bool(ahead)
+
+    def test_the_thread_that_trains_is_none_other(self) -> None:
+        assert not self.Case().tell(0, 2, threading.get_ident())
+
+    def test_after_a_while_nothing_is_looked_at_any_more(self) -> None:
+        case = self.Case()
+        reads = itertools.accumulate(1 + step % 2 for step in range(WATCHED_STEPS))
+        found = [case.tell(step, read) for step, read in enumerate(reads)]
+        assert found == [None] * (WATCHED_STEPS - 1) + [False]
+        assert WATCHED_STEPS == 64
+
+    def test_it_is_said_once_for_each_loader(self) -> None:
+        case = self.Case()
+        assert case.tell(0, 2, self.ELSEWHERE)
+        case.watch.begin(0)
+        case.tell(0, 2, self.ELSEWHERE)
+        assert case.watch.said == ["loader"]
+
+    def test_a_step_that_is_no_number_is_for_others_to_complain_about(self) -> None:
+        case = self.Case()
+        assert case.tell(0, 1) is None
+        assert case.tell("one", 2) is False  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad
 from holdfast.checkpoint.format.dense import TablePlace
 from holdfast.checkpoint.format.records import Field, make_groups
 from holdfast.checkpoint.torch.state import TrainingObjects
-from holdfast.errors import ConfigError, UnsupportedState
+from holdfast.errors import CheckpointError, ConfigError, UnsupportedState
 from holdfast.training.optimizers import RowWiseAdagrad
 from tests.checkpoint.reading.restoring import (
     DIM,
@@ -320,3 +320,160 @@ def test_looking_does_not_give_state_to_an_optimizer() -> None:
     parts = model_and()
     save(TrainingObjects(parts))
     assert not parts["optim"].state
+
+
+class OwnState(torch.optim.SGD):
+    """An optimizer whose state is of its own making."""
+
+    made: Any = None
+
+    def state_dict(self) -> Any:
+        return self.made
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state
+
+
+@pytest.mark.parametrize("made", [{"x": 1}, [1, 2], {"state": {}}])
+def test_an_optimizer_with_a_state_of_its_own_judges_itself(made: Any) -> None:
+    model = nn.Embedding(4, 2)
+    optim = OwnState(model.parameters(), lr=0.1)
+    optim.made = made
+    objects = TrainingObjects({"model": model, "optim": optim})
+    restore(save(objects), objects)
+    assert optim.loaded == made
+
+
+class TestLoadersThatAreIteratedOver:
+    class Loader(Holder):
+        is_iterating: Any = False
+
+    def objects(self, **attributes: Any) -> TrainingObjects:
+        loader = self.Loader({"position": 3})
+        vars(loader).update(attributes)
+        return TrainingObjects({"loader": loader})
+
+    @pytest.mark.parametrize(
+        "attributes",
+        [
+            {"is_iterating": True},
+            {"_iterator": object()},
+            {"_iterator": object(), "_initial_iter_for_state_dict": False},
+        ],
+    )
+    def test_they_cannot_be_restored(self, attributes: dict[str, Any]) -> None:
+        tree = self.objects().dense_tree()
+        with pytest.raises(
+            CheckpointError, match=r"loader is being iterated over: restore\(\) must come before"
+        ):
+            self.objects(**attributes).check_dense(tree)
+
+    @pytest.mark.parametrize(
+        "attributes",
+        [
+            {},
+            {"is_iterating": "what"},
+            {"_iterator": None},
+            {"_iterator": object(), "_initial_iter_for_state_dict": True},
+        ],
+    )
+    def test_others_can(self, attributes: dict[str, Any]) -> None:
+        self.objects(**attributes).check_dense(self.objects().dense_tree())
+
+
+class TestOptimizersInTheBackwardPass:
+    def model(self) -> Any:
+        model = nn.ModuleDict({"a": nn.Embedding(4, 2), "b": nn.Linear(2, 2)})
+        made: Any = model
+        return made
+
+    def give(self, parameter: Any, *optimizers: torch.optim.Optimizer) -> None:
+        parameter._in_backward_optimizers = list(optimizers)
+
+    def test_they_are_found_and_named(self) -> None:
+        model = self.model()
+        first, second, third = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(3))
+        self.give(model["a"].weight, first, second)
+        self.give(model["b"].bias, third)
+        found = TrainingObjects({"m": model}).optimizers
+        assert found == {
+            "m.a.weight:backward": first,
+            "m.a.weight:backward1": second,
+            "m.b.bias:backward": third,
+        }
+
+    def test_one_that_was_given_is_not_found_again(self) -> None:
+        model = self.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.give(model["a"].weight, optimizer)
+        self.give(model["b"].weight, optimizer)
+        assert list(TrainingObjects({"m": model, "o": optimizer}).optimizers) == ["o"]
+        assert list(TrainingObjects({"m": model}).optimizers) == ["m.a.weight:backward"]
+
+    def test_one_that_comes_later_is_refused(self) -> None:
+        model = self.model()
+        objects = TrainingObjects({"m": model})
+        assert not objects.find_again()
+        self.give(model["a"].weight, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(
+            ConfigError, match=r"m\.a\.weight has got an optimizer that steps in the backward pass"
+        ):
+            objects.find_again()
+
+
+class TestTablesThatComeAndGo:
+    def test_they_are_found_again(self) -> None:
+        model: Any = nn.ModuleDict({"a": nn.Embedding(4, 2), "b": nn.Embedding(4, 2)})
+        for table in model.values():
+            table.weight.requires_grad_(False)
+        objects = TrainingObjects({"m": model})
+        assert objects.tables_with_unseen_changes() == {}
+        live = objects.live_tables()
+        assert objects.live_tables() is live
+        assert not objects.find_again()
+        with torch.no_grad():
+            model["a"].weight[0] = 1.0
+        model["c"] = nn.Embedding(4, 2)
+        model["c"].weight.requires_grad_(False)
+        del model["b"]
+        assert objects.find_again()
+        assert list(objects.tables) == ["m.a.weight", "m.c.weight"]
+        assert objects.live_tables() is not live
+        found = objects.tables_with_unseen_changes()
+        assert found["m.a.weight"].why == "it was written to"
+        assert found["m.c.weight"].why == "its tensors were replaced"
+        assert not any(unseen.lasts for unseen in found.values())
+        found = objects.tables_with_unseen_changes()
+        assert list(found) == ["m.a.weight"]
+        objects.cancel_restore()
+        assert objects.tables_with_unseen_changes() == {}
+
+    def test_tensors_that_are_replaced_are_noticed_once(self) -> None:
+        model = nn.Embedding(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        objects = TrainingObjects({"m": model, "o": optimizer})
+        objects.layout()
+        model.weight.data = torch.zeros(4, 2)
+        objects.layout()
+        assert objects.tables_with_unseen_changes()["m.weight"].why == "its tensors were replaced"
+        assert objects.tables_with_unseen_changes() == {}
+        model.weight.data = torch.zeros(4, 2)
+        objects.layout()
+        objects.forget_replaced()
+        assert objects.tables_with_unseen_changes() == {}
+
+
+class TestTablesWithoutAnOptimizer:
+    def test_those_that_gradients_reach(self) -> None:
+        a, b, c = (nn.Embedding(4, 2) for _ in range(3))
+        b.weight.requires_grad_(False)
+        model = nn.ModuleList([a, b, c])
+        objects = TrainingObjects({"m": model, "o": torch.optim.SGD(c.parameters(), lr=0.1)})
+        assert objects.tables_without_optimizer() == ["m.0.weight"]
+        assert objects.tables_with_unseen_changes()["m.0.weight"].lasts
+
+    def test_an_average_of_a_model_misses_none(self) -> None:
+        model = nn.Embedding(4, 2)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        objects = TrainingObjects({"a": average, "o": torch.optim.SGD(model.parameters(), lr=0.1)})
+        assert objects.tables_without_optimizer() == []

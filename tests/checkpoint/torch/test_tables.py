@@ -133,6 +133,14 @@ class TestRowTensors:
         run.module.weight = None  # type: ignore[assignment]
         assert not found.valid()
 
+    def test_the_first_module_of_a_table_stands_for_all(self) -> None:
+        a, b = nn.Embedding(4, 2), nn.Embedding(4, 2)
+        b.weight = a.weight
+        (table,) = find_tables({"m": nn.ModuleList([a, b])}).values()
+        found = RowTensors.of(table, {})
+        a.weight = nn.Parameter(torch.zeros(4, 2))
+        assert not found.valid()
+
     def test_sparse_states_are_known_by_themselves(self, run: Run) -> None:
         run.state["sparse"] = torch.zeros(4, 2).to_sparse()
         found = run.look()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,15 @@ from torch.nn import functional
 
 from holdfast.checkpoint.memory.tracker import Tracker
 from holdfast.checkpoint.torch.tables import LiveTable, find_tables
-from holdfast.checkpoint.torch.watch import CHECK_EVERY, FIRST_CHECKS, Watch
+from holdfast.checkpoint.torch.watch import (
+    CHECK_EVERY,
+    FIRST_CHECKS,
+    Watch,
+    _comes_first,
+    _comes_last,
+    _move,
+    _StepHook,
+)
 
 ROWS = 200
 
@@ -217,7 +226,9 @@ class TestDenseGradients:
         assert dense.told.calls == [("looked up", [3, 4])]
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-    def test_a_row_that_is_not_finite_gives_the_others_away(self, dense: Run, value: float) -> None:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_a_row_that_is_not_finite_gives_the_others_away(self, value: float, dtype: torch.dtype) -> None:
+        dense = Run(nn.Embedding(ROWS, 4, dtype=dtype))
         dense.settle()
         row = dense.watch._tables["m.weight"].steps * 40503 % ROWS
         dense.told.marked |= {row}
@@ -227,6 +238,18 @@ class TestDenseGradients:
         dense.module.weight.grad[row] = value
         dense.optimizer.step()
         assert dense.told.calls == [("looked up", [row]), ("changed", [row])]
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_a_row_that_is_finite_does_not(self, dtype: torch.dtype) -> None:
+        dense = Run(nn.Embedding(ROWS, 4, dtype=dtype))
+        dense.settle()
+        row = dense.watch._tables["m.weight"].steps * 40503 % ROWS
+        dense.told.calls.clear()
+        dense.optimizer.zero_grad()
+        dense.module(torch.tensor([row])).sum().backward()
+        dense.module.weight.grad[row] = torch.finfo(dtype).max
+        dense.optimizer.step()
+        assert dense.told.calls == [("looked up", [row])]
 
     def test_so_does_one_that_nobody_has_looked_up(self, dense: Run) -> None:
         dense.settle()
@@ -409,6 +432,34 @@ class TestOptimizers:
         dense.settle()
         assert dense.step(3, 4) == [("looked up", [3, 4])]
         assert others[0].is_known("m.weight")
+
+
+class TestOrderOfHooks:
+    OURS, THEIRS = _StepHook(lambda: None), object()
+
+    @pytest.mark.parametrize(
+        ("hooks", "last", "first"),
+        [
+            ({1: OURS}, True, True),
+            ({1: OURS, 2: THEIRS}, False, True),
+            ({0: THEIRS, 1: OURS}, True, False),
+            ({0: OURS, 1: OURS, 2: OURS}, True, True),
+            ({0: THEIRS, 1: OURS, 2: OURS, 3: THEIRS}, False, False),
+            ({}, True, True),
+            ({2: OURS}, True, True),
+        ],
+    )
+    def test_who_comes_last_and_first(self, hooks: dict[int, Any], last: bool, first: bool) -> None:
+        assert _comes_last(hooks, 1) is last
+        assert _comes_first(hooks, 1) is first
+
+    def test_ours_can_be_moved(self) -> None:
+        hooks = OrderedDict.fromkeys([0, 1, 2])
+        _move(hooks, 1, last=True)
+        assert list(hooks) == [0, 2, 1]
+        _move(hooks, 1, last=False)
+        assert list(hooks) == [1, 0, 2]
+        _move(hooks, 9, last=True)
 
 
 class TestWrites:

@@ -59,6 +59,51 @@ def test_rows_that_come_back_are_compared_with_those_that_were_lost(tmp_path: Pa
     assert (witness.compared, witness.unequal) == (5, 0)
 
 
+def test_rows_are_nobody_elses_business(tmp_path: Path) -> None:
+    made(tmp_path, 1)
+    assert (tmp_path / "rows").stat().st_mode & 0o777 == 0o700
+    made(tmp_path, 2)  # the folder is there
+
+
+def test_each_group_has_files_of_its_own(tmp_path: Path) -> None:
+    witness, first = made(tmp_path, 1)
+    empty = GroupPlan(name="e", dim=3, tables=(), optimizer=GROUP.optimizer)
+    assert len(witness.shard(empty, PLACEMENT, 1, 7, empty=False).records) == 0
+    second = witness.shard(GROUP, PLACEMENT, 1, 7, empty=False)
+    second.push(np.arange(2), np.ones((2, 3), np.float32))
+    assert not np.array_equal(first.records, second.records)
+    names = sorted(path.name for path in (tmp_path / "rows").iterdir())
+    assert names == [f"server-1-1.group-{group}.{what}" for group in range(3) for what in ("ages", "records")]
+
+
+def test_first_values_are_of_the_flush_that_they_come_in(tmp_path: Path) -> None:
+    """Once only: what comes later changes nothing."""
+    network = GroupPlan(
+        name="n", dim=3, tables=(TablePlan("n", ROWS),), optimizer=GROUP.optimizer, initial="installed"
+    )
+
+    def shard(incarnation: int, flushes: int, counts_until: int) -> tuple[Witness, GroupShard]:
+        witness = Witness(tmp_path, Peer("server", 1, incarnation))
+        replicator: Any = SimpleNamespace(flushes=flushes)
+        witness.replicator, witness.counts_until = replicator, counts_until
+        return witness, witness.shard(network, PLACEMENT, 1, 7, empty=incarnation > 1)
+
+    witness, dying = shard(1, 3, 0)
+    everything = np.arange(len(dying.records))
+    values = np.ones((len(everything), 3), np.float32)
+    assert dying.install(everything, values)
+    assert witness.replicator is not None
+    witness.replicator.flushes = 8
+    dying.install(everything, values)
+    kept = dying.records.copy()
+    for incarnation, counts_until, compared in ((2, 3, 0), (2, 4, len(everything))):
+        for path in (tmp_path / "rows").glob(f"server-1-{incarnation}.*"):
+            path.unlink()
+        witness, successor = shard(incarnation, 0, counts_until)
+        successor.write(everything, kept)
+        assert (witness.compared, witness.unequal) == (compared, 0)
+
+
 def _plain(pushed: int) -> GroupShard:
     shard = GroupShard(GROUP, PLACEMENT, 1, 7)
     shard.push(np.arange(pushed), np.ones((pushed, 3), np.float32))

@@ -100,7 +100,7 @@ class _Watched:
         self._loader = loader
         self._before = before
         self._start = start
-        self._iteration: object = None
+        self._iteration: object
         self._seen: list[tuple[int, int]] = []  # steps, and how many batches had been handed out then
 
     @property

@@ -387,9 +387,7 @@ class TrainingObjects:
                 f"the checkpoint has {field.name} of table {table.name}, but no optimizer was given that has "
                 f"this name and this table; optimizers: {some(self.optimizers)}"
             )
-        width = weight.numel() // len(weight)
-        shape = (rows,) if field.width == 1 != width else (rows, field.width)
-        return torch.zeros(shape, dtype=TORCH_DTYPES[field.dtype])
+        return torch.zeros((rows, field.width), dtype=TORCH_DTYPES[field.dtype])
 
     def _check_optimizer(self, name: str, optimizer: Optimizer, saved: Any) -> None:
         if not isinstance(saved, dict) or not {"param_groups", "state"} <= saved.keys():

@@ -60,6 +60,8 @@ class _Watched:
     that was."""
     by_gradient: bool
     """Whether lookups do not tell all."""
+    complete: int
+    """The last version that was taken when all rows with gradients were known from lookups."""
     by_digest: bool = False
     """Whether rows have changed unseen."""
     looked_up: bool = False
@@ -70,8 +72,6 @@ class _Watched:
     """Whether the gradient of the last step has been looked through."""
     saves: int = 0
     """Since the last step that had gradients."""
-    complete: int = 0
-    """The last version that was taken when all rows with gradients were known from lookups."""
     checks: int = 0
     """Steps in which all rows with gradients were looked for among those that are marked."""
     next_check: int = 0
@@ -130,8 +130,9 @@ class Watch:
                 known.table = table
             else:
                 sparse, plain = (m.sparse for m in table.modules), map(_is_plain, table.modules)
-                known = _Watched(table, all(sparse), self.version_of(table), not all(plain))
-                known.complete = self._last_version()
+                known = _Watched(
+                    table, all(sparse), self.version_of(table), not all(plain), self._last_version()
+                )
             self._tables[name] = known
             for module in table.modules:
                 mine = self, known, _is_plain(module)

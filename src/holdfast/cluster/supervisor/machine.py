@@ -347,8 +347,6 @@ class Supervisor:
             cut.steps, cut.samples = self.steps(), self.samples()
             self.cut = None
             self.cuts_made.append(cut)
-            if self.view.phase == "holding":
-                self._views.change(phase="running")
 
     def _advance_tests(self, now: float) -> None:
         tester, tests = self.workers[0], self._evaluations
