@@ -57,7 +57,7 @@ class Pair(RuleBasedStateMachine):
         self.told = 0
         """… and the parity server, from the owner."""
         self.channel: list[Envelope] = []
-        self.out = OutLane(self.owner, self.parity, 0, 0)
+        self.out = OutLane(self.owner, self.parity, 0, 0, self.now)
         self.into = InLane(self.owner, True, Instant(), Instant())
 
     # The owner

@@ -31,7 +31,7 @@ class OutLane:
     """The owner's last flush before the lane began: its changes are not in the lane."""
     flush: int
     """The newest flush that has been acknowledged or was before the lane."""
-    since: float = 0.0
+    since: float
     """Since when the oldest message has waited for its acknowledgement."""
     _number: int = 0
     _waiting: deque[Envelope] = field(default_factory=deque)
