@@ -19,7 +19,7 @@ from holdfast.cluster.redundancy.stripes import Stripes
 from holdfast.cluster.runtime.transport.memory import Weather
 from holdfast.cluster.server.ledger import PushLedger
 from holdfast.cluster.server.machine import Server
-from holdfast.cluster.supervisor import members
+from holdfast.cluster.supervisor import machine, members
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.cluster.worker import calls
 from holdfast.sim.cluster import Cluster, counting_plan
@@ -141,42 +141,31 @@ def test_scrubbing_finds_bits_that_flipped_while_training_runs(r: int) -> None:
     assert [e for e, _ in cluster.supervisor.events].count("parities_wrong") >= 2
 
 
-def test_who_does_not_vote_is_not_waited_for_for_good() -> None:
-    """A server that dies before it has said what its parities are takes its vote with it."""
-    cluster = Cluster(counting_plan(servers=4, workers=1, atomic=False, k=2, r=2), 5, 400)
-    voting = cluster.servers[0].stripes
-    assert voting is not None
-    cluster.network.run(lambda: False, 1.0)
-    voting._ask_others(0, 0, np.arange(2), cluster.network.now)
-    cluster.kill("server", 1, noticed=True)
-    cluster.kill("server", 2, noticed=True)
-    cluster.network.run(lambda: False, 15.0)
-    assert not voting._votes
-
-
 # Each takes one guard out. What it says is what then happens.
 
 
 def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
     """Parity servers of a dead owner keep what the others have not got."""
-    patch.setattr(Replicator, "_undo", lambda self, slot, cut: None)
+    original = lanes.InLane.undo
+
+    def undo(self: Any, until: Any) -> list[Any]:
+        original(self, until)
+        return []
+
+    patch.setattr(lanes.InLane, "undo", undo)
 
 
 def the_most_counts(patch: pytest.MonkeyPatch) -> None:
     """The furthest parity server decides how much of a dead owner's work counts."""
-    original = Supervisor._settle_server
+    original = machine.what_counts
 
-    def settle(self: Any, member: Any) -> None:
-        beats = [other.beat for other in self.servers if other.beat is not None]
-        states = [s for beat in beats for s in beat.lanes if s.slot == member.slot]
-        most = max((s.now for s in states), key=lambda instant: instant.flush, default=None)
-        for other in self.servers:
-            if other.beat is not None:
-                said = tuple(replace(s, now=most) if s in states else s for s in other.beat.lanes)
-                other.beat = replace(other.beat, lanes=said)
-        original(self, member)
+    def most(plan: Any, dead: Any, servers: Any) -> Any:
+        beats = [server.beat for server in servers if server is not dead and server.beat is not None]
+        states = [state for beat in beats for state in beat.lanes if state.slot == dead.slot]
+        furthest = max((s.now for s in states), key=lambda instant: instant.flush, default=None)
+        return furthest or original(plan, dead, servers)
 
-    patch.setattr(Supervisor, "_settle_server", settle)
+    patch.setattr(machine, "what_counts", most)
 
 
 def kept_at_once(patch: pytest.MonkeyPatch) -> None:

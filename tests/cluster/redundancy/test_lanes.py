@@ -26,7 +26,7 @@ def sent(lane: OutLane, count: int, now: float = 0.0) -> list[Envelope]:
 
 
 def out_lane() -> OutLane:
-    return OutLane(OWNER, PARITY, began=0, flush=0)
+    return OutLane(OWNER, PARITY, began=0, flush=0, since=0.0)
 
 
 def in_lane(*, known: bool = True, now: Instant | None = None) -> InLane:

@@ -37,9 +37,9 @@ AGAIN = 0.5
 STUCK = 10.0
 
 
-def trained(k: int = 2, r: int = 1, servers: int = 0, **options: Any) -> Servers:
+def trained(k: int = 2, r: int = 1, servers: int = 0, rows: int = 80, **options: Any) -> Servers:
     """A job whose rows and networks have changed, and all parity servers know of it."""
-    job = Servers(plan_of(k=k, r=r, servers=servers, lanes=lanes_of(**options)))
+    job = Servers(plan_of(k=k, r=r, servers=servers, rows=rows, lanes=lanes_of(**options)))
     for node in job:
         node.install()
         node.push([0, 1, 3])
@@ -335,9 +335,9 @@ class TestSolving:
         assert is_back(servers, node, flush=1).all()
         assert not is_back(servers, node, flush=2).all()
 
-    def two_gone(self) -> tuple[Servers, Node, Node]:
-        """Servers 0 and 2 of a code of 2 + 2 have died; both have members of the same stripes."""
-        servers = trained(2, 2, servers=5)
+    def two_gone(self, **options: Any) -> tuple[Servers, Node, Node]:
+        """Server 0 of a code of 2 + 2 has died, and one that has members of the same stripes."""
+        servers = trained(2, 2, servers=5, **options)
         placement = servers.plan.placements[TABLES]
         other = placement.member_server(placement.parity_server(0, 0, 0), 0, 1)
         for slot in (0, other):
@@ -398,6 +398,54 @@ class TestSolving:
         message = message_of(again, Recover)
         assert again.target.slot == placement.parity_server(0, 0, 1)
         assert (message.parity, message.without, blocks_of(again)) == (1, (0,), [1])
+
+    def test_stripes_are_asked_for_again_by_what_turned_out_to_be_lacking(self) -> None:
+        """An answer names, for each stripe, all that is missing; the next question leaves out just that."""
+        servers = trained(3, 3, servers=6, rows=120)
+        node = servers.replace(0)
+        servers.take()
+        recovery_of(node).leave_out(NETWORK)
+        want(node, [0, 3, 6, 9, 12])
+        (question,) = servers.take(Recover)
+        servers.hand(question)
+        servers.deliver(ReadStripes, Values)
+        (answer,) = servers.take(Syndromes)
+        message = message_of(answer, Syndromes)
+        lacking = {1: [1, 3], 2: [2, 3], -1: [4]}
+        parts = tuple(Lacking(member, len(at)) for member, at in lacking.items())
+        frames = [
+            np.zeros(1, np.uint32),
+            answer.frames[1][:1],
+            *(np.array(at, np.uint32) for at in lacking.values()),
+        ]
+        less = Syndromes(message.request, 0, 1, message.without, parts)
+        servers.hand(Envelope(answer.source, answer.target, less, frames))
+        assert is_back(servers, node)[[0, 3, 6]].tolist() == [True, False, False]
+        asked = [(blocks_of(e), message_of(e, Recover)) for e in servers.take(Recover, source=0)]
+        single = [(b[0], m.without, m.parity) for b, m in asked if b in ([1], [2], [3], [4])]
+        assert sorted(single) == [
+            (1, (0, 1), 0),
+            (1, (0, 1), 1),
+            (2, (0, 2), 0),
+            (2, (0, 2), 1),
+            (3, (0, 1, 2), 0),
+            (3, (0, 1, 2), 1),
+            (3, (0, 1, 2), 2),
+            (4, (0,), 1),
+        ]
+
+    def test_a_scan_goes_on_while_what_was_lacking_is_asked_for_again(self) -> None:
+        servers, node, _ = self.two_gone(chunk_rows=2)
+        servers.take()
+        node.tick(servers.now)
+        first = servers.take(Recover, source=0)
+        assert [blocks_of(e) for e in first] == [[0, 1], [2, 3]]
+        servers.hand(*first)
+        servers.deliver(ReadStripes, Values)
+        servers.hand(*servers.take(Syndromes))
+        asked = [(blocks_of(e), message_of(e, Recover).without) for e in servers.take(Recover, source=0)]
+        assert [blocks for blocks, without in asked if without == (0,)] == [[4, 5], [6, 7]]
+        assert [blocks for blocks, without in asked if len(without) == 2] == [[0, 1]] * 2 + [[2, 3]] * 2
 
 
 class TestWhoDoesNotAnswer:

@@ -100,6 +100,14 @@ class TestWhenAFlushIsMade:
         servers.tick(0.2)
         assert servers[0].replicator.flushes == 2
 
+    def test_before_the_first_view_nothing_is_in_a_hurry(self) -> None:
+        node = Node(Peer("server", 0, 1), plan_of(k=2, r=1, lanes=lanes_of(seconds=4.0)))
+        node.replicator.changed(1.0)
+        node.tick(2.0)
+        assert node.replicator.flushes == 0
+        node.tick(5.0)
+        assert node.replicator.flushes == 1
+
     def test_once_when_somebody_is_new(self) -> None:
         """The replacement of a worker waits until its predecessor's pushes are kept."""
         servers = begun()

@@ -469,6 +469,15 @@ class TestRebuilding:
         servers.tick(READ_AGAIN / 2)
         assert servers.take(ReadStripes, source=0) == []
 
+    def test_the_next_chunk_follows_at_once_where_nobody_lacks_anything(self) -> None:
+        servers, _ = self.replaced()
+        servers.tick(0.1)
+        first = servers.take(ReadStripes, source=0)
+        servers.hand(*first)
+        servers.hand(*servers.take(Values, target=0))
+        second = servers.take(ReadStripes, source=0)
+        assert [as_array(e.frames[0], np.uint32, (2,)).tolist() for e in second] == [[2, 3], [2, 3]]
+
     def test_rebuilding_takes_a_share_of_the_time(self) -> None:
         servers, _ = self.replaced(share=0.25)
         servers.tick(0.2)
@@ -713,6 +722,15 @@ class TestVotes:
         servers.hand(answer)
         servers.deliver(ReadStripes, Values)
         assert servers[0].stripes.repaired == 1, "of block 4 nobody can tell"
+
+    def test_where_no_other_agrees_nothing_is_read(self) -> None:
+        servers, questions = self.found()
+        other = servers[questions[0].target.slot]
+        for block in (1, 4):
+            flip(other, block, 1)
+        (answer,) = self.answers(servers, questions)
+        servers.hand(answer)
+        assert servers.take(ReadStripes, source=0) == []
 
     def test_a_parity_is_repaired_once(self) -> None:
         servers, questions = self.found()

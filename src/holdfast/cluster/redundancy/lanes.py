@@ -31,7 +31,7 @@ class OutLane:
     """The owner's last flush before the lane began: its changes are not in the lane."""
     flush: int
     """The newest flush that has been acknowledged or was before the lane."""
-    since: float = 0.0
+    since: float
     """Since when the oldest message has waited for its acknowledgement."""
     _number: int = 0
     _waiting: deque[Envelope] = field(default_factory=deque)
@@ -110,19 +110,20 @@ class InLane:
     """Flushes that other parity servers may lack."""
     _begun: list[tuple[Differences, Sequence[Frame]]] = field(default_factory=list)
     _early: dict[int, Envelope] = field(default_factory=dict)
-    _early_bytes: int = 0
+    early_bytes: int = 0
+    """Of messages that were laid aside."""
 
     def lay_aside(self, number: int, envelope: Envelope, most_bytes: int) -> None:
         """Keep a message until those before it have come, unless there are too many already."""
-        if number not in self._early and self._early_bytes + envelope.nbytes() <= most_bytes:
+        if number not in self._early and self.early_bytes + envelope.nbytes() <= most_bytes:
             self._early[number] = envelope
-            self._early_bytes += envelope.nbytes()
+            self.early_bytes += envelope.nbytes()
 
     def next_early(self) -> Envelope | None:
         """The next message, if it has come before its time."""
         envelope = self._early.pop(self.number + 1, None)
         if envelope is not None:
-            self._early_bytes -= envelope.nbytes()
+            self.early_bytes -= envelope.nbytes()
         return envelope
 
     def begin(self, message: Differences, frames: Sequence[Frame]) -> None:
@@ -160,7 +161,7 @@ class InLane:
         undone = []
         self._begun.clear()
         self._early.clear()
-        self._early_bytes = 0
+        self.early_bytes = 0
         while self.log and self.log[-1].instant.flush > until.flush:
             undone.append(self.log.pop())
         self.now = self.log[-1].instant if self.log else self.first

@@ -215,8 +215,6 @@ class Recovery:
         self._scan(now)
 
     def _scan(self, now: float) -> None:
-        if not self.left:
-            return
         for group, missing in self._missing.items():
             count = self._plan.lanes.chunk(self._plan.groups[group].words)
             k = self._plan.placements[group].k

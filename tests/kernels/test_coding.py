@@ -1,4 +1,4 @@
-"""The loops against the schoolbook."""
+"""The loops of codes against the schoolbook."""
 
 from __future__ import annotations
 
