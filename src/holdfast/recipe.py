@@ -63,26 +63,28 @@ def recipe_of(thing: object) -> Recipe:
     made_with = getattr(thing, _MADE_WITH, None)
     # A subclass with an __init__ of its own was called with other arguments than were remembered.
     if made_with is None or not getattr(kind.__init__, "describes", False):
-        raise ConfigError(f"{path} cannot be made in another process, as it does not say how: {cure}")
+        raise ConfigError(
+            f"{path} cannot be constructed in another process, because its arguments are not known: {cure}"
+        )
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ConfigError(f"{path} cannot be imported in another process: move it to a module, or {cure}")
     try:
         return Recipe(path, {name: plain(value, name) for name, value in made_with[1].items()})
     except ConfigError as error:
-        raise ConfigError(f"{path} cannot be made in another process: {error}; {cure}") from None
+        raise ConfigError(f"{path} cannot be constructed in another process: {error}; {cure}") from None
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:
     """The value as JSON holds it: arrays and tuples become lists, paths strings; ``where`` is its name."""
     if depth > _DEEPEST:
-        raise ConfigError(f"{where[:100]}… is nested more than {_DEEPEST} deep, or holds itself")
+        raise ConfigError(f"{where[:100]}… is nested more than {_DEEPEST} deep, or contains itself")
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ConfigError(
-            f"{where} is an integer that does not fit in 64 bits: other processes cannot be sent it"
+            f"{where} is an integer that does not fit in 64 bits: it cannot be sent to other processes"
         )
     if value is None or isinstance(value, bool | int | str) or _is_number(value):
         return value
@@ -102,7 +104,7 @@ def find(path: str) -> Callable[..., Any]:
     """The callable of that import path. Raises ConfigError that says which part of it is wrong."""
     module_name, colon, name = path.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
-        raise ConfigError(f'{path!r} is no import path: expected "package.module:callable"')
+        raise ConfigError(f'{path!r} is not an import path: expected "package.module:callable"')
     module = _import(module_name, path)
     try:
         found = operator.attrgetter(name)(module)

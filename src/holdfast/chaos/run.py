@@ -86,7 +86,7 @@ class ChaosOptions:
         protection = parse_protection(self.protect)
         if isinstance(protection, NoProtection | PartialRecovery):
             raise ConfigError(
-                f"protection is {self.protect}, but nothing is to be lost when servers die: expected a code, "
+                f"protection is {self.protect}, but no row may be lost when servers die: expected a code, "
                 "such as 2+1"
             )
         code = protection.as_code() if isinstance(protection, Replication) else protection

@@ -73,7 +73,7 @@ def _servers(cluster: EmulatedCluster, rng: np.random.Generator) -> tuple[int, .
 def parse_failures(
     cluster: EmulatedCluster, distribution: str, chosen: Sequence[str] = (), log: Path | None = None
 ) -> Failures:
-    """What ``holdfast emulate`` is told of failures; ConfigError if that cannot be meant.
+    """The failures that ``holdfast emulate`` is given. Raises ConfigError if they are invalid.
 
     Args:
         cluster: whose ``failures`` are expected.
@@ -83,7 +83,7 @@ def parse_failures(
         log: a file of failures, which counts if there is one.
     """
     if chosen and log is not None:
-        raise ConfigError("failures are chosen and read from a log: give one of the two")
+        raise ConfigError("failures are given both by --at and by a log: use one of the two")
     if chosen:
         return ChosenFailures([_parse_chosen(text) for text in chosen])
     if log is not None:

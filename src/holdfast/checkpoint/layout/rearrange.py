@@ -1,4 +1,4 @@
-"""Moving the records of an era about behind the trainer's back, so that restores find less in their way.
+"""Rearrange the records of an era in the background, so that restores read less.
 
 One module for each layout of ``Chunked``: ``rearrange_rounds`` and ``rearrange_two_d``. It knows files; what
 goes where is decided by its pure part, ``rounds`` and ``two_d``.
@@ -24,13 +24,13 @@ class Rearranger(Protocol):
     """
 
     def begin(self, base: int) -> None:
-        """A baseline has been written: what was known of the era before is of no use."""
+        """Start an era: a baseline has been written."""
 
     def resume(self, store: Store, era: Era) -> None:
-        """Take up an era as if this process had written it."""
+        """Continue an era that another process wrote."""
 
     def note_written(self, change: StoreChange) -> None:
-        """A change is part of the store."""
+        """Record a change that a durable manifest contains."""
 
     def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> StoreChange | None:
         """Write rearranged files; None if there is nothing to do.
