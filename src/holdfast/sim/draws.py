@@ -1,4 +1,4 @@
-"""Which failures an emulated run meets: at random times, from a model or a log, or chosen."""
+"""The failures of an emulated run: random, from a model or a log, or chosen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UniformFailures:
     count: int
 
     def draw(self, cluster: EmulatedCluster, rng: np.random.Generator) -> tuple[Failure, ...]:
-        """Of one run."""
+        """Draw the failures of one run."""
         times = np.sort(rng.uniform(0, cluster.hours, self.count)).tolist()
         return tuple(Failure(hours, _servers(cluster, rng)) for hours in times)
 
@@ -36,7 +36,7 @@ class ModelledFailures:
     model: FailureModel
 
     def draw(self, cluster: EmulatedCluster, rng: np.random.Generator) -> tuple[Failure, ...]:
-        """Of one run."""
+        """Draw the failures of one run."""
         stream = self.model.failures(cluster.servers, rng)
         return tuple(takewhile(lambda failure: failure.hours < cluster.hours, stream))
 
@@ -48,7 +48,7 @@ class ChosenFailures:
     chosen: Sequence[tuple[float, int | None]]
 
     def draw(self, cluster: EmulatedCluster, rng: np.random.Generator) -> tuple[Failure, ...]:
-        """Of one run."""
+        """Draw the failures of one run."""
         for hours, server in self.chosen:
             if not 0 <= hours < cluster.hours:
                 raise ConfigError(f"a failure after {hours:g} hours: expected 0 to {cluster.hours:g}")
