@@ -223,12 +223,13 @@ class Policy:
             that changed most. ``step()`` then saves a ``fraction`` of the rows of the largest tables after
             that fraction of the interval. **Rows of such a version have different ages**: each is in its last
             saved state. A version that ``save()`` writes has the current state of all rows.
-        fraction: fraction of the rows per prioritized save. With a smaller one, the saved state of important
-            rows is newer, for the same bytes. Of the smaller tables all changed rows are saved each time.
-        verify: share of the training time to spend on comparing rows with their digests, to find unreported
-            changes: a rotating slice in every ``step()`` and ``save()``. "all" compares every row
-            at each save instead, so that no version misses a change; use it for debugging. 0 keeps no digests
-            (8 bytes per row), and saves whole tables if any of their rows may have changed.
+        fraction: fraction of the rows per prioritized save, by default 1/16. With a smaller one, the saved
+            state of important rows is newer, for the same bytes. Of the smaller tables all changed rows are
+            saved each time.
+        verify: share of the training time, by default 0.0025, to spend on comparing rows with their digests,
+            to find unreported changes: a rotating slice in every ``step()`` and ``save()``. "all" compares
+            every row at each save instead, so that no version misses a change; use it for debugging. 0 keeps
+            no digests (8 bytes per row), and saves whole tables if any of their rows may have changed.
     """
 
     every_steps: int | None = None
@@ -402,7 +403,7 @@ class PartialRecovery(Struct, frozen=True, tag_field="kind", tag="partial", forb
             interval, unless the checkpoint options do.
         prioritize: which rows are saved first: "mfu" (most used), "ssu" (recently used) or "scar" (changed
             most). None: each save writes all changed rows.
-        fraction: fraction of the rows per prioritized save.
+        fraction: fraction of the rows per prioritized save, by default 1/16.
         mtbf_hours: mean time between failures of the job. If it is given, and full recovery takes less time
             by CPR's arithmetic, the job uses full recovery and reports it.
         save_seconds: time that a save stops training, for that arithmetic.
