@@ -7,8 +7,12 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=60
 # Jobs with failures on virtual time that `make soak` runs.
 SCHEDULES ?= 10000
+# Faults that `make mutants` puts into the code, one at a time; SEED draws the same ones again, ONLY names a part of a path.
+MUTANTS ?= 300
+SEED ?=
+ONLY ?=
 
-.PHONY: venv demo docs test lint bench soak clean
+.PHONY: venv demo docs test lint bench soak mutants clean
 
 venv: $(VENV)/installed
 
@@ -39,6 +43,9 @@ bench: venv
 soak: venv
 	$(BIN)/holdfast chaos --simulated $(SCHEDULES)
 	$(PYTEST) -m soak -o faulthandler_timeout=3600
+
+mutants: venv
+	$(BIN)/python -m tests.mutants --mutants $(MUTANTS) $(if $(SEED),--seed $(SEED)) --only '$(ONLY)'
 
 clean:
 	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache

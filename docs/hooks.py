@@ -31,7 +31,16 @@ API_TITLE = "API reference"
 GROUPS = {
     "Checkpoints": ["Checkpointer", "Policy", "Chunked", "Differential", "Incremental", "Full"],
     "Quantization": ["AutoBits", "quantize", "QuantizedRows"],
-    "Jobs": ["Job", "JobResult", "ErasureCode", "Replication", "PartialRecovery", "NoProtection"],
+    "Jobs": [
+        "Job",
+        "JobResult",
+        "ErasureCode",
+        "Replication",
+        "PartialRecovery",
+        "NoProtection",
+        "Training",
+        "Local",
+    ],
     "Data": ["Reader", "Batch", "Synthetic", "Criteo", "Prefetch"],
     "Models": ["DLRM", "DeepFM", "PNN", "Recommender"],
     "Errors": [],  # all exceptions

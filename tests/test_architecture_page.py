@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.pages import ROOT, names_in
+
 SOURCE = ROOT / "src" / "holdfast"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 WALKS = {
@@ -17,18 +15,6 @@ WALKS = {
     for title, text in re.findall(r"^## Walk \((\w)\)(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
 }
 STEPS = [(path, text) for steps in WALKS.values() for path, text in steps]
-
-
-@cache
-def names_in(path: Path) -> set[str]:
-    """Functions and classes of a file, and methods as ``Class.method``."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
-    return found
 
 
 def test_three_short_walks() -> None:
@@ -44,7 +30,7 @@ def test_every_name_of_a_walk_is_in_its_file(path: str, text: str) -> None:
     assert (SOURCE / path).is_file()
     called = set(re.findall(r"`([A-Z_]\w*\.\w+)`", text))
     first = re.findall(r"`(\w+(?:\.\w+)?)`", text)[0]
-    assert {first, *called} <= names_in(SOURCE / path)
+    assert {first, *called} <= names_in(SOURCE / path, ".")
 
 
 def test_the_tree_names_every_folder() -> None:

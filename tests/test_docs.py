@@ -63,7 +63,7 @@ def test_the_own_model_of_jobs(
     example = next(block.code for block in blocks_of(DOCS / "jobs.md") if "own_model:build" in block.code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    exec(compile(example.replace("servers=2", "servers=2, max_steps=20"), "jobs.md", "exec"), {})  # noqa: S102
+    exec(compile(example.replace("batch_size=256", "batch_size=256, max_steps=20"), "jobs.md", "exec"), {})  # noqa: S102
     assert 0 < float(capsys.readouterr().out) < 1
 
 

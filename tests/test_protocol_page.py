@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from holdfast.cluster.protocol.wire import ROUTES
+from tests.pages import ROOT, names_in
 
-ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
 HOLES = {int(number): tests for number, tests in re.findall(r"^\| (\d+) \|.*\|(.*)\|$", PAGE, re.MULTILINE)}
@@ -20,18 +18,6 @@ NAMED = sorted(set(re.findall(r"`([\w/]+\.py::[\w:]+)`", PAGE)))
 
 # "hole 5", "holes 7, 8 and 11", "holes 21 to 24 and 26"
 CITATION = re.compile(r"\bholes? (\d+(?:(?:, | and |, and | to )\d+)*)", re.IGNORECASE)
-
-
-@cache
-def names_in(path: Path) -> set[str]:
-    """Functions and classes of a file, those of classes as ``Class::function``."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}::{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
-    return found
 
 
 def numbers_in(text: str) -> set[int]:
@@ -71,7 +57,7 @@ def test_every_hole_is_there_once() -> None:
 def test_every_test_that_is_named_exists(named: str) -> None:
     path, name = named.split("::", 1)
     assert (TESTS / path).is_file(), path
-    assert name in names_in(TESTS / path), named
+    assert name in names_in(TESTS / path, "::"), named
 
 
 def test_every_hole_that_is_cited_is_listed_with_who_cites_it() -> None:

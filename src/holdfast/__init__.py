@@ -41,10 +41,12 @@ from holdfast.options import (
     ErasureCode,
     Full,
     Incremental,
+    Local,
     NoProtection,
     PartialRecovery,
     Policy,
     Replication,
+    Training,
 )
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ __all__ = [
     "Job",
     "JobFailed",
     "JobResult",
+    "Local",
     "ModelMismatch",
     "NoProtection",
     "NoSuchVersion",
@@ -120,6 +123,7 @@ __all__ = [
     "StoreLocked",
     "StoreUnreachable",
     "Synthetic",
+    "Training",
     "TrainingDiverged",
     "UnsafeName",
     "UnsupportedState",

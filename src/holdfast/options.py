@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, Literal, get_args
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from holdfast.errors import ConfigError
 
@@ -24,13 +25,11 @@ def _at_least(name: str, value: Any, least: float) -> None:
         raise ConfigError(f"{name} is {value}: expected at least {least:g}")
 
 
-@dataclass(frozen=True, slots=True)
-class Full:
+class Full(Struct, frozen=True, tag_field="kind", tag="full", forbid_unknown_fields=True):
     """Write everything in every version."""
 
 
-@dataclass(frozen=True, slots=True)
-class Differential:
+class Differential(Struct, frozen=True, tag_field="kind", tag="differential", forbid_unknown_fields=True):
     """Write all rows that changed since the last full version (Check-N-Run).
 
     Args:
@@ -50,13 +49,11 @@ class Differential:
             raise ConfigError(f"baseline is {self.baseline!r}: expected 'one-shot' or 'intermittent'")
 
 
-@dataclass(frozen=True, slots=True)
-class Incremental:
+class Incremental(Struct, frozen=True, tag_field="kind", tag="incremental", forbid_unknown_fields=True):
     """Write only the rows that changed since the previous version: fewest bytes to write, most to read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunked:
+class Chunked(Struct, frozen=True, tag_field="kind", tag="chunked", forbid_unknown_fields=True):
     """As ``Incremental``, but rearrange files in the background so that restores skip replaced rows.
 
     There are two layouts. "rounds" waits until enough rows of a file have been replaced: it rewrites about as
@@ -122,8 +119,7 @@ class BitsChoice:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AutoBits:
+class AutoBits(Struct, frozen=True):
     """Choose the bits of quantized rows by the expected number of restores.
 
     Each restore from quantized rows costs a little accuracy. As measured (docs/quantization-results.md) the
@@ -187,8 +183,7 @@ VERIFIED_SHARE = 0.0025
 """Share of the training time. Hooks take about 0.6 %, so that all of tracking stays below 1 %."""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(Struct, frozen=True):
     """When a ``Checkpointer`` saves, how, and what it keeps.
 
     Args:
@@ -251,7 +246,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str) and self.strategy in _BY_NAME:
-            object.__setattr__(self, "strategy", _BY_NAME[self.strategy])
+            force_setattr(self, "strategy", _BY_NAME[self.strategy])
         kinds: dict[str, tuple[Any, str]] = {
             "strategy": (Strategy, f"one of {', '.join(_BY_NAME)}, or a value such as Chunked()"),
             "every_steps": (int | None, "a whole number or None"),
@@ -462,6 +457,46 @@ def _check_recovery(options: ErasureCode | Replication) -> None:
         raise ConfigError(f"recovery_share is {options.recovery_share}: expected more than 0, up to 1")
     if options.beyond not in ("job", "rows"):
         raise ConfigError(f"beyond is {options.beyond!r}: expected 'job' or 'rows'")
+
+
+class Training(Struct, frozen=True, kw_only=True):
+    """How a ``Job`` trains.
+
+    Args:
+        optimizer: "sgd", "momentum", "adagrad", "rowwise-adagrad" or "adam", for tables and network alike.
+        lr: the learning rate; None: one that suits the optimizer.
+        batch_size: samples in a batch; None: 2048, or that of a reader which has its own.
+        epochs: how often to go over all data.
+        max_steps: end after so many batches, of all workers together.
+        test_every: batches between tests, which one worker makes while the others train; 0: at the end only.
+        seed: of the first values.
+        staleness: how many of its own updates may be missing from the rows that a worker reads: 1 lets it
+            pull rows while it computes, 0 is synchronous.
+    """
+
+    optimizer: str = "adagrad"
+    lr: float | None = None
+    batch_size: int | None = None
+    epochs: int = 1
+    max_steps: int | None = None
+    test_every: int = 0
+    seed: int = 0
+    staleness: int = 1
+
+
+class Local(Struct, frozen=True, kw_only=True):
+    """The engine that runs all processes of a ``Job`` on this machine.
+
+    Args:
+        server_processors: numbers of processors that servers have for themselves, as if they were on other
+            machines than workers: what they do, recovery included, takes no processor from workers. By
+            default all processes share all processors.
+        bind: where processes listen: "ipc", Unix sockets in a folder that only this user can enter; or a TCP
+            address without a port, such as "tcp://127.0.0.1", on which every connection is encrypted.
+    """
+
+    server_processors: Sequence[int] = ()
+    bind: str = "ipc"
 
 
 @dataclass(frozen=True, slots=True)

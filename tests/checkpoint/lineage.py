@@ -24,6 +24,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.local import Files
 from holdfast.events import EventLog
 from holdfast.options import Chunked, Differential, Full, Incremental, Policy
+from tests.checkpoint.plain_source import PlainSource
 
 FIELDS = (Field("weight", "F32", 2), Field("sum", "F32", 1))  # whole words, and not
 GROUPS = make_groups([("a", 14, FIELDS), ("b", 6, (Field("weight", "F16", 3),)), ("c", 9, FIELDS)])
@@ -124,7 +125,8 @@ class Lineage:
         self.on_grids = policy.quantize is not None
         self.fields = blank()
         self.step = 0
-        self.writer.bind(LiveTables(GROUPS, lambda table: self.fields[table]))
+        self.tables = LiveTables(GROUPS, lambda table: self.fields[table])
+        self.writer.bind(self.tables)
         newest = self.writer.catalog.newest
         if newest is not None:
             self.go_to(newest)
@@ -134,7 +136,8 @@ class Lineage:
             self.fields = blank()
             reader.read_rows(RowLoader(GROUPS, lambda table: self.fields[table]))
             assert reader.dense() == dense(version.step)
-        self.writer.bind(LiveTables(GROUPS, lambda table: self.fields[table]))
+        self.tables = LiveTables(GROUPS, lambda table: self.fields[table])
+        self.writer.bind(self.tables)
         self.writer.begin_anew()
         self.writer.resume(version)
         self.step = version.step
@@ -148,7 +151,7 @@ class Lineage:
 
     def save(self) -> int:
         step = self.step
-        return self.writer.save(step, lambda: lambda: [dense(step)], {})
+        return self.writer.save(step, PlainSource(self.tables, dense(step)), {})
 
 
 @cache

@@ -43,6 +43,7 @@ from tests.checkpoint.lineage import (
     rows_on_grids,
     same,
 )
+from tests.checkpoint.plain_source import PlainSource
 
 ROWS = st.lists(st.integers(0, 13), max_size=6)
 BIG = 1 << 20
@@ -70,7 +71,8 @@ class Machine(RuleBasedStateMachine):
         self.lock = self.store.lock_writer()
         policy = Policy(strategy=self.strategy, keep=self.keep, **QUANTIZED if self.quantized else {})
         self.writer = Writer(self.store, policy, EventLog(None))
-        self.writer.bind(LiveTables(GROUPS, lambda table: self.tables[table]))
+        self.source = PlainSource(LiveTables(GROUPS, lambda table: self.tables[table]))
+        self.writer.bind(self.source.tables)
 
     @rule(table=st.sampled_from(sorted(TABLES)), rows=ROWS)
     def touch(self, table: str, rows: list[int]) -> None:
@@ -90,7 +92,7 @@ class Machine(RuleBasedStateMachine):
     @rule(wait=st.booleans())
     def save(self, wait: bool) -> None:
         self.steps += 1
-        number = self.writer.save(self.steps, lambda: lambda: [b"dense"], {})
+        number = self.writer.save(self.steps, self.source, {})
         assert number not in self.truth
         self.truth[number] = {name: tuple(f.copy() for f in own) for name, own in self.tables.items()}
         self.listed.append(number)
@@ -113,7 +115,7 @@ class Machine(RuleBasedStateMachine):
             raise StoreError("no")
 
         setattr(self.store, name, fail)
-        self.writer.save(-1, lambda: lambda: [b"dense"], {})
+        self.writer.save(-1, self.source, {})
         with pytest.raises(SaveFailed):
             self.writer.wait()
         delattr(self.store, name)

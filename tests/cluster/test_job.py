@@ -50,9 +50,8 @@ def data_of(job: hf.Job) -> OwnDataConfig:
 
 
 def test_a_model_and_a_reader_become_what_other_processes_make_again() -> None:
-    job = hf.Job(
-        network(), reader(), optimizer="adam", lr=0.01, seed=5, max_steps=7, kill=["worker:1@step:3"]
-    )
+    training = hf.Training(optimizer="adam", lr=0.01, seed=5, max_steps=7)
+    job = hf.Job(network(), reader(), training=training, kill=["worker:1@step:3"])
     config = job.config
     assert isinstance(config.model, OwnModelConfig)
     assert (config.model.build, config.model.arguments["bottom"]) == ("holdfast.models.dlrm:DLRM", [8, 4])
@@ -85,7 +84,7 @@ def test_what_is_tested_on(tmp_path: Path) -> None:
     assert data_of(hf.Job(network(), criteo)).test is not None
     train, test = build_readers(hf.Job(network(), criteo).config)
     assert [sum(len(batch) for batch in part) for part in (train, test)] == [600, 99], "of 601 and 99"
-    by_path = hf.Job("m:build", ("m:reader", {"files": 3}), batch_size=7)
+    by_path = hf.Job("m:build", ("m:reader", {"files": 3}), training=hf.Training(batch_size=7))
     assert (data_of(by_path).test, data_of(by_path).arguments, by_path.config.batch_size) == (
         None,
         {"files": 3},
@@ -96,11 +95,11 @@ def test_what_is_tested_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engine": "ray"}, "engine is 'ray': expected 'local'"),
+        ({"engine": "ray"}, "engine is 'ray': expected 'local' or a Local"),
         ({"servers": 0}, "servers is 0: expected at least 1"),
         ({"workers": 0}, r"job\.workers: expected `int` >= 1"),
-        ({"batch_size": 7}, "batch_size is 7 but the reader's is 100"),
-        ({"optimizer": "adagard"}, r"optimizer\.name: invalid enum value 'adagard'"),
+        ({"training": hf.Training(batch_size=7)}, "batch_size is 7 but the reader's is 100"),
+        ({"training": hf.Training(optimizer="adagard")}, r"optimizer\.name: invalid enum value 'adagard'"),
         (
             {"kill": ["server:4@step:3"]},
             "kill server:4@step:3: the job has 4 servers, expected one of 0 to 3",
@@ -120,7 +119,7 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
 def test_processors_of_servers() -> None:
     here = sorted(os.sched_getaffinity(0))
     for wanted in (here, [here[-1] + 1]):  # none would be left for workers; there is no such processor
-        job = hf.Job(network(), reader(), server_processors=wanted)
+        job = hf.Job(network(), reader(), engine=hf.Local(server_processors=wanted))
         with pytest.raises(ConfigError, match=r"job\.server_processors is \[.*\]: expected some of"):
             plan_job(job.config)
     code = hf.ErasureCode(2, 1)
@@ -128,14 +127,14 @@ def test_processors_of_servers() -> None:
     assert (together.server_processors, together.lanes.share) == ((), 0.2)
     if len(here) > 1:
         # Recovery takes nothing from workers then: it is as fast as it can be, unless one says otherwise.
-        apart = hf.Job(network(), reader(), protection=code, server_processors=here[:1])
+        apart = hf.Job(network(), reader(), protection=code, engine=hf.Local(server_processors=here[:1]))
         assert plan_job(apart.config).server_processors == (here[0],)
         assert plan_job(apart.config).lanes.share == 1
         slow = hf.Job(
             network(),
             reader(),
             protection=hf.ErasureCode(2, 1, recovery_share=0.1),
-            server_processors=here[:1],
+            engine=hf.Local(server_processors=here[:1]),
         )
         assert plan_job(slow.config).lanes.share == 0.1
 
@@ -164,7 +163,7 @@ def test_what_is_not_safe_is_refused_before_a_process_starts(
     tmp_path: Path, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        hf.Job(network(), reader(), run=tmp_path / "r", **arguments).run()
+        hf.Job(network(), reader(), run=tmp_path / "r", engine=hf.Local(**arguments)).run()
     assert not (tmp_path / "r" / "logs").exists()
 
 
@@ -208,8 +207,9 @@ def gone(pid: int) -> bool:
 def test_own_model_and_reader_with_a_worker_that_dies(tmp_path: Path, clicks: Path) -> None:
     seen: list[JobProgress] = []
     job = hf.Job(
-        "own_model:build", ("own_model:reader", {"path": str(clicks)}), batch_size=90, lr=0.1,
-        epochs=2, servers=3, workers=2, protection=hf.NoProtection(atomic=True), test_every=100,
+        "own_model:build", ("own_model:reader", {"path": str(clicks)}), servers=3, workers=2,
+        training=hf.Training(batch_size=90, lr=0.1, epochs=2, test_every=100),
+        protection=hf.NoProtection(atomic=True),
         kill=["worker:1@step:100"], run=tmp_path / "r",
     )  # fmt: skip
     result = job.run(seen.append)
@@ -326,8 +326,8 @@ def twin_of(job: hf.Job, servers: int) -> Twin:
 
 def test_one_worker_without_staleness_equals_one_process_bit_for_bit(tmp_path: Path) -> None:
     job = hf.Job(
-        network(), reader(), test_data=reader(samples=2000, part="test"), servers=3, workers=1, staleness=0,
-        optimizer="adam", run=tmp_path / "r",
+        network(), reader(), test_data=reader(samples=2000, part="test"), servers=3, workers=1,
+        training=hf.Training(staleness=0, optimizer="adam"), run=tmp_path / "r",
     )  # fmt: skip
     result = job.run()
     twin = twin_of(job, servers=3)

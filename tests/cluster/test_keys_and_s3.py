@@ -70,8 +70,10 @@ def test_a_job_with_keys_goes_on_from_an_object_store(
     def job(run: str, max_steps: int | None) -> hf.Job:
         return hf.Job(
             network(), reader(samples=40_000), test_data=reader(samples=500, part="test"),
-            servers=2, workers=1, staleness=0, optimizer="adam", max_steps=max_steps,
-            bind="tcp://127.0.0.1", checkpoint={"path": store, "every_steps": 40}, run=tmp_path / run,
+            servers=2, workers=1,
+            training=hf.Training(staleness=0, optimizer="adam", max_steps=max_steps),
+            engine=hf.Local(bind="tcp://127.0.0.1"), checkpoint={"path": store, "every_steps": 40},
+            run=tmp_path / run,
         )  # fmt: skip
 
     first = job("first", max_steps=170).run(look)

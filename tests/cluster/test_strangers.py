@@ -29,7 +29,8 @@ class Attacked:
         self.folder, self.rounds = folder, rounds
         self.job = hf.Job(
             network(), reader(samples=100 * STEPS), test_data=reader(samples=500, part="test"),
-            servers=2, workers=1, staleness=0, protection=hf.ErasureCode(k=1, r=1), bind=bind,
+            servers=2, workers=1, training=hf.Training(staleness=0), protection=hf.ErasureCode(k=1, r=1),
+            engine=hf.Local(bind=bind),
         )  # fmt: skip
         self.plan = plan_job(self.job.config)
         self._uid, self._megabytes = uid, megabytes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster.redundancy import replicator as protection
+from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.cluster.runtime.transport.memory import Weather
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import protected_plan_of, simulate
@@ -46,7 +46,7 @@ def test_parities_that_contain_what_was_lost_would_be_taken_for_good(monkeypatch
     def silent(self: Any, *args: Any) -> None:
         """Tell nobody."""
 
-    monkeypatch.setattr(protection.Replicator, "forget", silent)
+    monkeypatch.setattr(Replicator, "forget", silent)
     assert any(run(seed)[1] for seed in SEEDS), "simulated jobs do not notice"
 
 

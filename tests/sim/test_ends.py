@@ -10,10 +10,9 @@ import pytest
 from holdfast.cluster.protocol import routes
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import JobPlan
-from holdfast.cluster.redundancy import recover as recovery
-from holdfast.cluster.supervisor import machine as membership
-from holdfast.cluster.supervisor import machine as stalls
-from holdfast.cluster.supervisor import watch as watching
+from holdfast.cluster.redundancy.recover import Recovery
+from holdfast.cluster.supervisor.machine import Stalls, Supervisor
+from holdfast.cluster.supervisor.watch import SupervisorWatch
 from holdfast.sim.cluster import ROWS, Cluster, counting_plan
 
 BATCHES = 200
@@ -46,7 +45,7 @@ def test_a_dead_server_and_a_broken_link_between_two_others(k: int, r: int, one_
     """The replacement's rows come through a parity server that does not reach one of their stripe."""
     for one, other in ((1, 2), (2, 1)):
         cluster = started(plan_of(k, r, more=1))
-        cluster.network.cut_link(server(one), server(other), one_way=one_way)
+        cluster.network.break_link(server(one), server(other), one_way=one_way)
         cluster.kill("server", 0, noticed=True)
         assert ended(cluster).supervisor.finished
         assert cluster.violations() == []
@@ -58,7 +57,7 @@ def no_detours(patch: pytest.MonkeyPatch) -> None:
 
 def only_when_all_are_sound(patch: pytest.MonkeyPatch) -> None:
     """A server is replaced only while all others have their rows."""
-    patch.setattr(membership.Supervisor, "_can_lose", lambda self, victim: all(s.sound for s in self.servers))
+    patch.setattr(Supervisor, "_can_lose", lambda self, victim: all(s.sound for s in self.servers))
 
 
 def test_without_detours_one_of_two_is_replaced_if_the_code_covers_it(
@@ -67,7 +66,7 @@ def test_without_detours_one_of_two_is_replaced_if_the_code_covers_it(
     """Until the next process is behind a link that works; what is broken here is so for a while."""
     no_detours(monkeypatch)
     cluster = started(plan_of(2, 2, more=1))
-    cluster.network.cut_link(server(1), server(2), 8.0)
+    cluster.network.break_link(server(1), server(2), 8.0)
     cluster.kill("server", 0, noticed=True)
     assert ended(cluster).supervisor.finished
     lost = {said["slot"] for name, said in cluster.supervisor.events if name == "server_lost"}
@@ -80,9 +79,9 @@ def test_it_would_wait_for_ever_if_all_had_to_be_sound(monkeypatch: pytest.Monke
     """The guard is taken out: the server that lacks rows waits for the link, and the link for the server."""
     no_detours(monkeypatch)
     only_when_all_are_sound(monkeypatch)
-    monkeypatch.setattr(recovery.Recovery, "_turn", lambda self, ask, late, now: False)
+    monkeypatch.setattr(Recovery, "_turn", lambda self, ask, late, now: False)
     cluster = started(plan_of(2, 2, more=1))
-    cluster.network.cut_link(server(1), server(2))
+    cluster.network.break_link(server(1), server(2))
     cluster.kill("server", 0, noticed=True)
     failure = ended(cluster).supervisor.failure
     assert failure is not None
@@ -98,7 +97,7 @@ def test_a_slow_parity_server_is_not_waited_for() -> None:
 
 def test_it_is_waited_for_if_no_other_parity_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard is taken out."""
-    monkeypatch.setattr(recovery.Recovery, "_turn", lambda self, ask, late, now: False)
+    monkeypatch.setattr(Recovery, "_turn", lambda self, ask, late, now: False)
     assert not comes_back_without_it()
 
 
@@ -127,7 +126,7 @@ def test_where_there_is_no_path_the_job_says_so(k: int, r: int) -> None:
     """A server that reaches no other one, though the supervisor and all workers."""
     cluster = started(plan_of(k, r))
     for other in range(1, cluster.plan.servers):
-        cluster.network.cut_link(server(0), server(other))
+        cluster.network.break_link(server(0), server(other))
     supervisor = ended(cluster).supervisor
     assert supervisor.failure is not None
     assert supervisor.failure.kind in ("stalled", "lost")
@@ -140,9 +139,9 @@ def alone_and_out_of_reach() -> Cluster:
     assert cluster.network.run(lambda: cluster.supervisor.steps() >= 20, 60.0)
     cluster.kill("worker", 0, noticed=True)
     cluster.network.run(lambda: False, 0.25)  # the next one has not started yet
-    cluster.network.cut_link(server(3), Peer("worker", 0))
+    cluster.network.break_link(server(3), Peer("worker", 0))
     for other in range(3):
-        cluster.network.cut_link(server(3), server(other))
+        cluster.network.break_link(server(3), server(other))
     return cluster
 
 
@@ -154,7 +153,7 @@ def test_a_worker_is_not_replaced_for_ever() -> None:
 
 def test_it_would_be_if_replacements_counted_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard is taken out."""
-    monkeypatch.setattr(stalls.Stalls, "note_loss", lambda self, *what: None)
+    monkeypatch.setattr(Stalls, "note_loss", lambda self, *what: None)
     cluster = alone_and_out_of_reach()
     with pytest.raises(AssertionError, match="it hangs"):
         ended(cluster)
@@ -162,10 +161,10 @@ def test_it_would_be_if_replacements_counted_as_progress(monkeypatch: pytest.Mon
 
 def test_it_hangs_if_nobody_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard is taken out."""
-    monkeypatch.setattr(stalls.Stalls, "look", lambda self, *what: None)
-    monkeypatch.setattr(stalls.Stalls, "note_loss", lambda self, *what: None)
+    monkeypatch.setattr(Stalls, "look", lambda self, *what: None)
+    monkeypatch.setattr(Stalls, "note_loss", lambda self, *what: None)
     cluster = started(plan_of(1, 1))
-    cluster.network.cut_link(server(0), server(1))
+    cluster.network.break_link(server(0), server(1))
     with pytest.raises(AssertionError, match="it hangs"):
         ended(cluster)
 
@@ -185,7 +184,7 @@ def test_nobody_else_notices_a_frozen_supervisor(monkeypatch: pytest.MonkeyPatch
     def silence(self: Any, now: float) -> float:
         return 0.0
 
-    monkeypatch.setattr(watching.SupervisorWatch, "silence", silence)
+    monkeypatch.setattr(SupervisorWatch, "silence", silence)
     cluster = started(plan_of(2, 1))
     cluster.network.pause(cluster.supervisor.me)
     with pytest.raises(AssertionError, match="it hangs"):
@@ -197,7 +196,7 @@ def test_nobody_else_notices_a_frozen_supervisor(monkeypatch: pytest.MonkeyPatch
 def test_a_worker_that_never_reaches_a_server_again(one_way: bool, from_worker: bool) -> None:
     cluster = started(plan_of(2, 1))
     ends = (Peer("worker", 0), server(1)) if from_worker else (server(1), Peer("worker", 0))
-    cluster.network.cut_link(*ends, one_way=one_way)
+    cluster.network.break_link(*ends, one_way=one_way)
     assert ended(cluster).supervisor.finished
     assert [m.incarnation for m in cluster.supervisor.workers] == [1, 1], "nobody had to be replaced"
     assert cluster.violations() == []

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.runtime.transport.memory import Weather
-from holdfast.cluster.server import initial_values as contents
-from holdfast.cluster.server import initial_values as installing
+from holdfast.cluster.server.initial_values import Contents, Offer
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.sim.cluster import FIRST_VALUE, Cluster, SimWorker, counting_plan
 from holdfast.sim.schedule import protected_plan_of, simulate
@@ -111,7 +110,7 @@ def test_workers_that_are_done_give_it_too_and_nothing_is_saved_without_it() -> 
     cluster.supervisor._keeper = LateDeath(cluster)
     assert network.run(lambda: cluster.servers[2].me.incarnation == 2, 60.0)
     for worker in range(2):
-        network.cut_link(Peer("worker", worker), Peer("server", 2), 0.8)
+        network.break_link(Peer("worker", worker), Peer("server", 2), 0.8)
     assert finish(cluster).supervisor.finished
     assert cluster.cuts
     assert cluster.violations() == []
@@ -157,12 +156,12 @@ def test_no_job_ends_and_no_cut_is_made_before_it_is_known_what_is_lost(seed: in
 
 def copies_are_all_the_same(patch: pytest.MonkeyPatch) -> None:
     """A server takes whatever copy comes first."""
-    patch.setattr(installing.Offer, "contains", lambda self, marks: True)
+    patch.setattr(Offer, "contains", lambda self, marks: True)
 
 
 def copies_have_no_marks(patch: pytest.MonkeyPatch) -> None:
     """A copy is taken for one that contains just what counts."""
-    original = contents.Contents.advance
+    original = Contents.advance
 
     def advance(self: Any, view: Any) -> Any:
         chosen = original(self, view)
@@ -170,7 +169,7 @@ def copies_have_no_marks(patch: pytest.MonkeyPatch) -> None:
             self.marks = [mark.sequence for mark in self._ledger.marks()]
         return chosen
 
-    patch.setattr(contents.Contents, "advance", advance)
+    patch.setattr(Contents, "advance", advance)
 
 
 GUARDS = {copies_are_all_the_same: 33, copies_have_no_marks: 8}

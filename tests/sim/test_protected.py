@@ -14,13 +14,13 @@ from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import LaneOptions, Resume
 from holdfast.cluster.protocol.stripe_messages import Differences
 from holdfast.cluster.redundancy import lanes, parity
-from holdfast.cluster.redundancy import replicator as protection
-from holdfast.cluster.redundancy import stripes as rebuilding
+from holdfast.cluster.redundancy.replicator import Replicator
+from holdfast.cluster.redundancy.stripes import Stripes
 from holdfast.cluster.runtime.transport.memory import Weather
-from holdfast.cluster.server import ledger as transaction
-from holdfast.cluster.server import machine as server
-from holdfast.cluster.supervisor import machine as membership
+from holdfast.cluster.server.ledger import PushLedger
+from holdfast.cluster.server.machine import Server
 from holdfast.cluster.supervisor import members
+from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.cluster.worker import calls
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate
@@ -83,7 +83,7 @@ def test_parity_servers_are_told_when_many_bytes_have_changed() -> None:
     plan = counting_plan(servers=3, workers=1, atomic=False, k=2, r=1, lanes=options)
     cluster = Cluster(plan, 1, 100)
     assert cluster.network.run(lambda: cluster.supervisor.steps() >= 60, 60)
-    told = [server.protection for server in cluster.servers.values() if server.protection is not None]
+    told = [server.replicator for server in cluster.servers.values() if server.replicator is not None]
     assert len(told) == 3
     assert all(protection.stable > 5 for protection in told)
 
@@ -99,8 +99,8 @@ def test_parts_of_a_batch_must_count_together(monkeypatch: pytest.MonkeyPatch) -
             frames,
         )
 
-    take = protection.Replicator.take
-    monkeypatch.setattr(protection.Replicator, "take", each)
+    take = Replicator.take
+    monkeypatch.setattr(Replicator, "take", each)
     assert run_split(monkeypatch, range(8)) != []
 
 
@@ -126,7 +126,7 @@ def test_scrubbing_finds_bits_that_flipped_while_training_runs(r: int) -> None:
 
     def flip() -> None:
         for slot in (0, 2):
-            protection = cluster.servers[slot].protection
+            protection = cluster.servers[slot].replicator
             assert protection is not None
             protection.parities[0].records[1, 0] ^= 1 << 7
             flipped.append(slot)
@@ -144,7 +144,7 @@ def test_scrubbing_finds_bits_that_flipped_while_training_runs(r: int) -> None:
 def test_who_does_not_vote_is_not_waited_for_for_good() -> None:
     """A server that dies before it has said what its parities are takes its vote with it."""
     cluster = Cluster(counting_plan(servers=4, workers=1, atomic=False, k=2, r=2), 5, 400)
-    voting = cluster.servers[0].rebuilding
+    voting = cluster.servers[0].stripes
     assert voting is not None
     cluster.network.run(lambda: False, 1.0)
     voting._ask_others(0, 0, np.arange(2), cluster.network.now)
@@ -159,24 +159,24 @@ def test_who_does_not_vote_is_not_waited_for_for_good() -> None:
 
 def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
     """Parity servers of a dead owner keep what the others have not got."""
-    patch.setattr(protection.Replicator, "_undo", lambda self, slot, cut: None)
+    patch.setattr(Replicator, "_undo", lambda self, slot, cut: None)
 
 
 def the_most_counts(patch: pytest.MonkeyPatch) -> None:
     """The furthest parity server decides how much of a dead owner's work counts."""
-    original = membership.Supervisor._settle_server
+    original = Supervisor._settle_server
 
     def settle(self: Any, member: Any) -> None:
         beats = [other.beat for other in self.servers if other.beat is not None]
         states = [s for beat in beats for s in beat.lanes if s.slot == member.slot]
-        most = max((s.now for s in states), key=lambda instant: instant.batch, default=None)
+        most = max((s.now for s in states), key=lambda instant: instant.flush, default=None)
         for other in self.servers:
             if other.beat is not None:
                 said = tuple(replace(s, now=most) if s in states else s for s in other.beat.lanes)
                 other.beat = replace(other.beat, lanes=said)
         original(self, member)
 
-    patch.setattr(membership.Supervisor, "_settle_server", settle)
+    patch.setattr(Supervisor, "_settle_server", settle)
 
 
 def kept_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -185,12 +185,12 @@ def kept_at_once(patch: pytest.MonkeyPatch) -> None:
     def kept(self: Any, worker: int) -> int:
         return int(self._marks()[worker].sequence)
 
-    patch.setattr(protection.Replicator, "kept", kept)
+    patch.setattr(Replicator, "kept", kept)
 
 
 def lanes_repeat(patch: pytest.MonkeyPatch) -> None:
     """A change that arrives twice is applied twice."""
-    original = protection.Replicator.take
+    original = Replicator.take
 
     def take(self: Any, source: Any, message: Any, frames: Any) -> None:
         lane = self._in.get(source.slot)
@@ -198,12 +198,12 @@ def lanes_repeat(patch: pytest.MonkeyPatch) -> None:
             lane.number -= 1
         original(self, source, message, frames)
 
-    patch.setattr(protection.Replicator, "take", take)
+    patch.setattr(Replicator, "take", take)
 
 
 def lanes_have_gaps(patch: pytest.MonkeyPatch) -> None:
     """A change that was lost is not missed."""
-    original = protection.Replicator.take
+    original = Replicator.take
 
     def take(self: Any, source: Any, message: Any, frames: Any) -> None:
         lane = self._in.get(source.slot)
@@ -211,7 +211,7 @@ def lanes_have_gaps(patch: pytest.MonkeyPatch) -> None:
             lane.number = message.number - 1
         original(self, source, message, frames)
 
-    patch.setattr(protection.Replicator, "take", take)
+    patch.setattr(Replicator, "take", take)
 
 
 def values_run_ahead(patch: pytest.MonkeyPatch) -> None:
@@ -221,17 +221,17 @@ def values_run_ahead(patch: pytest.MonkeyPatch) -> None:
 
 def sums_stand_still(patch: pytest.MonkeyPatch) -> None:
     """Changes go to parities, but not to sums that contain the member."""
-    patch.setattr(rebuilding.Stripes, "note_change", lambda self, part, blocks, differences: None)
+    patch.setattr(Stripes, "note_change", lambda self, part, blocks, differences: None)
 
 
 def rows_do_not_wait(patch: pytest.MonkeyPatch) -> None:
     """A row is used before it has come back."""
-    patch.setattr(server.Server, "_waits", lambda self, *arguments: False)
+    patch.setattr(Server, "_waits", lambda self, *arguments: False)
 
 
 def replacements_forget_pushes(patch: pytest.MonkeyPatch) -> None:
     """A replacement does not know what its predecessor had applied."""
-    patch.setattr(transaction.PushLedger, "restore", lambda self, marks: None)
+    patch.setattr(PushLedger, "restore", lambda self, marks: None)
 
 
 def workers_forget_pushes(patch: pytest.MonkeyPatch) -> None:
@@ -248,17 +248,17 @@ def workers_forget_pushes(patch: pytest.MonkeyPatch) -> None:
 
 def workers_start_too_early(patch: pytest.MonkeyPatch) -> None:
     """A dead worker's successor goes on behind pushes that are not kept."""
-    original = server.Server.marks
+    original = Server.marks
 
     def marks(self: Any) -> Any:
         return tuple(replace(mark, kept=mark.sequence) for mark in original(self))
 
-    patch.setattr(server.Server, "marks", marks)
+    patch.setattr(Server, "marks", marks)
 
 
 def servers_start_too_early(patch: pytest.MonkeyPatch) -> None:
     """A replacement starts before the others refuse the old one."""
-    patch.setattr(membership.Supervisor, "_others_follow", lambda self, server: True)
+    patch.setattr(Supervisor, "_others_follow", lambda self, server: True)
 
 
 def new_lanes_are_trusted(patch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def new_lanes_are_trusted(patch: pytest.MonkeyPatch) -> None:
 
 def first_values_come_late(patch: pytest.MonkeyPatch) -> None:
     """Rows are updated before they have their first values."""
-    original = server.Server._push
+    original = Server._push
 
     def push(self: Any, envelope: Any, message: Any) -> Any:
         for shard in self.shards:
@@ -284,7 +284,7 @@ def first_values_come_late(patch: pytest.MonkeyPatch) -> None:
             shard.installed = shard.was_installed
         return answer
 
-    patch.setattr(server.Server, "_push", push)
+    patch.setattr(Server, "_push", push)
 
 
 def parities_change_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def parities_change_too_early(patch: pytest.MonkeyPatch) -> None:
 
 def the_dead_are_saved(patch: pytest.MonkeyPatch) -> None:
     """A cut goes on although a server that has copied its rows for it is gone."""
-    patch.setattr(membership.Supervisor, "_give_up_cut", lambda self: None)
+    patch.setattr(Supervisor, "_give_up_cut", lambda self: None)
     patch.setattr(members.ServerMember, "whole", True)
 
 
@@ -333,7 +333,7 @@ def die_with_pushes_that_are_not_kept(slot: int, batches: int) -> Cluster:
 
     def cut_off() -> None:
         for other in {0, 1, 2} - {slot}:
-            network.cut_link(Peer("server", slot), Peer("server", other), 1.0)
+            network.break_link(Peer("server", slot), Peer("server", other), 1.0)
 
     network.at(0.5, cut_off)
     network.at(0.9, lambda: cluster.kill("worker", 0, noticed=True))
@@ -372,9 +372,9 @@ def trained(slot: int | None, *, installed: bool = False) -> Cluster:
         assert network.run(
             lambda: network_of.installed if installed else cluster.supervisor.view.phase == "running", 60.0
         )
-        mine = cluster.servers[slot].protection
+        mine = cluster.servers[slot].replicator
         assert mine is not None
-        assert mine.batch <= installed, "it may have told others of the network, but not all of them"
+        assert mine.flushes <= installed, "it may have told others of the network, but not all of them"
         cluster.kill("server", slot, noticed=True)
     assert network.run(lambda: cluster.supervisor.view.phase == "stopping", 60.0)
     network.run(lambda: False, 2.0)

@@ -169,7 +169,7 @@ def test_a_version_stands_whose_servers_die_when_they_have_written_it(tmp_path: 
     cluster.kill("server", 1, noticed=True)
     supervisor._note_exit(Exit(Peer("server", 1, 1), -9), cluster.network.now)  # at once
     supervisor.advance(cluster.network.now)
-    cluster.network.flush(supervisor)
+    cluster.network.send_outbox(supervisor)
     assert finish(cluster) == []
     assert (keeper.failures(), keeper.untidy()) == ((), ())
     assert keeper.saved == [1]
@@ -189,8 +189,8 @@ def test_the_last_version_of_prioritized_rows_is_whole(
 
     def is_due(self: Any, supervisor: Supervisor, now: float) -> bool:
         steps = supervisor.steps()
-        first = not self._era and steps >= 20
-        return self._final is None and self._due_steps < steps and (first or steps == BATCHES)
+        first = not self.saved and steps >= 20
+        return self._final is None and self._schedule.step < steps and (first or steps == BATCHES)
 
     monkeypatch.setattr(SaveCoordinator, "_is_due", is_due)
     plan = counting_plan(servers=2, workers=2, atomic=False, rows=60, dense="workers")

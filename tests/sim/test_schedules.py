@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from holdfast.cluster.protocol.messages import WorkerInView
-from holdfast.cluster.server import ledger as transaction
+from holdfast.cluster.server.ledger import PushLedger
 from holdfast.cluster.supervisor import members
-from holdfast.cluster.worker import machine as steps
+from holdfast.cluster.worker.machine import Worker
 from holdfast.sim import storage
 from holdfast.sim.schedule import KINDS, plan_of, simulate
 
@@ -69,7 +69,7 @@ def first_caught(seeds: Sequence[int]) -> int | None:
 
 def no_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A push that comes again is applied again."""
-    original = transaction.PushLedger.push
+    original = PushLedger.push
 
     def push(self: Any, source: Any, sequence: int, batch: Any, gradients: Any, **options: Any) -> Any:
         account = self._accounts[source.slot]
@@ -77,18 +77,18 @@ def no_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
             account.sequence -= 1
         return original(self, source, sequence, batch, gradients, **options)
 
-    monkeypatch.setattr(transaction.PushLedger, "push", push)
+    monkeypatch.setattr(PushLedger, "push", push)
 
 
 def zombies_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server takes what a replaced worker sends."""
-    original = transaction.PushLedger._account
+    original = PushLedger._account
 
     def account(self: Any, source: Any, sequence: int) -> Any:
         found = original(self, source, sequence)
         return found if found is not None and not hasattr(found, "reason") else self._accounts[source.slot]
 
-    monkeypatch.setattr(transaction.PushLedger, "_account", account)
+    monkeypatch.setattr(PushLedger, "_account", account)
 
 
 def _with_settle(worker: WorkerInView, settle: int) -> WorkerInView:
@@ -97,12 +97,12 @@ def _with_settle(worker: WorkerInView, settle: int) -> WorkerInView:
 
 def staged_pushes_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a dead worker had staged anywhere is applied there, though no server was told to commit."""
-    original = transaction.PushLedger.adopt
+    original = PushLedger.adopt
 
     def adopt(self: Any, workers: Sequence[WorkerInView]) -> None:
         original(self, [_with_settle(w, w.settle + 1 if w.settle >= 0 else -1) for w in workers])
 
-    monkeypatch.setattr(transaction.PushLedger, "adopt", adopt)
+    monkeypatch.setattr(PushLedger, "adopt", adopt)
 
 
 def workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def half_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker holds although its predecessor left a batch at some servers only."""
-    monkeypatch.setattr(steps.Worker, "_owes", lambda self: False)
+    monkeypatch.setattr(Worker, "_owes", lambda self: False)
 
 
 def cuts_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,14 +139,14 @@ def epochs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def the_next_push_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker pushes again before all servers have applied the last one."""
-    original = steps.Worker._go_on
+    original = Worker._go_on
 
     def go_on(self: Any, now: float) -> None:
         if self._push is not None and len(self._push.questions) <= 1:
             self._push.questions.clear()
         original(self, now)
 
-    monkeypatch.setattr(steps.Worker, "_go_on", go_on)
+    monkeypatch.setattr(Worker, "_go_on", go_on)
 
 
 # Each with a seed that shows it, so that it need not be searched for as long as nothing changes.

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.options import ErasureCode, NoProtection, Policy, Protection, Replication
+from holdfast.options import Chunked, Differential, ErasureCode, NoProtection, Policy, Protection, Replication
 from holdfast.training.config import (
     Config,
     CriteoConfig,
@@ -45,6 +44,24 @@ def test_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     assert load(write(tmp_path, to_yaml(config))) == config
 
 
+@pytest.mark.parametrize(
+    ("keys", "policy"),
+    [
+        (["strategy=incremental"], Policy(strategy="incremental")),
+        (["strategy={kind: chunked, layout: 2d}"], Policy(strategy=Chunked(layout="2d"))),
+        (["strategy.kind=differential", "strategy.baseline=one-shot"],
+         Policy(strategy=Differential(baseline="one-shot"))),
+        (["quantize={model.user_*: 4, model.item: auto}"],
+         Policy(quantize={"model.user_*": 4, "model.item": "auto"})),
+    ],
+)  # fmt: skip
+def test_what_a_policy_can_say_a_configuration_can(tmp_path: Path, keys: list[str], policy: Policy) -> None:
+    config = load(None, ["checkpoint.path=run1", *(f"checkpoint.{key}" for key in keys)])
+    assert config.checkpoint is not None
+    assert config.checkpoint.policy == policy
+    assert load(write(tmp_path, to_yaml(config))) == config
+
+
 def test_checkpoints_are_a_policy_with_a_path(tmp_path: Path) -> None:
     config = load(None, ["checkpoint.path=run1", "checkpoint.every_steps=5", "checkpoint.quantize=auto"])
     assert config.checkpoint is not None
@@ -53,9 +70,9 @@ def test_checkpoints_are_a_policy_with_a_path(tmp_path: Path) -> None:
     assert other.checkpoint is not None
     assert other.checkpoint.policy == Policy(when_busy="cancel", save_last=False)
     assert load(write(tmp_path, to_yaml(config))) == config
-    options = {field.name for field in dataclasses.fields(Policy)}
-    # Servers of a job change every row themselves: nothing changes unseen.
-    assert {*CheckpointConfig.__struct_fields__} == {"path", *options} - {"verify"}
+    assert {*CheckpointConfig.__struct_fields__} == {"path", *Policy.__struct_fields__}
+    with pytest.raises(ConfigError, match="a job's servers see every change"):
+        load(None, ["checkpoint.path=run1", "checkpoint.verify=0.1"])
     with pytest.raises(ConfigError, match="only jobs are saved by it"):
         Trainer(config)
 
@@ -117,7 +134,7 @@ def test_the_demonstration() -> None:
         ("optimizer=sgd", r"optimizer: expected `object`"),
         ("checkpoint.every_steps=5", r"checkpoint: object missing required field `path`"),
         ("checkpoint.every=5", r"no key checkpoint\.every"),
-        ("checkpoint={path: a, keep: 0}", r"checkpoint\.keep: expected `int` >= 1"),
+        ("checkpoint={path: a, keep: 0}", r"checkpoint\.keep is 0: expected at least 1"),
         ("optimizer.lr.x=1", r"no key|not a section|expected"),
         ("model.preset=criteo", r"model\.preset: invalid"),
         ("model.dim=8", r"model\.bottom ends in 16 but model\.dim is 8"),
@@ -153,7 +170,7 @@ def test_the_demonstration() -> None:
         ),
         (
             "checkpoint={path: a, strategy: full, prioritize: mfu}",
-            r"checkpoint: prioritize cannot be combined with strategy 'full': use another strategy",
+            r"checkpoint\.prioritize cannot be combined with strategy 'full': use another strategy",
         ),
         ("threads=100000", r"threads: expected `int` <= 1024"),
         ("job.servers=100000", r"job\.servers: expected `int` <= 1024"),
@@ -224,7 +241,7 @@ def test_a_plan_may_decide_the_servers(tmp_path: Path) -> None:
 def test_partial_recovery_by_priority_and_full_versions_do_not_go_together() -> None:
     partial = "job={servers: 2, protection: {kind: partial, prioritize: ssu}}"
     assert load(None, [partial, "checkpoint={path: a, every_steps: 5}"])
-    with pytest.raises(ConfigError, match="checkpoint: prioritize cannot be combined with strategy 'full'"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.prioritize cannot be combined with strategy 'full'"):
         load(None, [partial, "checkpoint={path: a, every_steps: 5, strategy: full}"])
 
 

@@ -8,13 +8,15 @@ import pytest
 
 from holdfast.cluster.make_plan import plan_job
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.options import Chunked
 from holdfast.policy.planner import plan
 from holdfast.policy.protections import KINDS
 from holdfast.policy.situation import Costs
 from holdfast.training import measuring
 from holdfast.training.config import load
 from holdfast.training.measuring import measure_rates
-from holdfast.training.planning import Given, read_question, write_configuration
+from holdfast.training.planning import read_question, write_configuration
+from holdfast.training.planning_options import Given
 from holdfast.training.sizing import model_size
 
 SIZED: dict[str, Any] = {"size": "220GB", "servers": 5, "mtbf": "20h"}
@@ -42,7 +44,7 @@ def test_what_is_said_is_not_assumed() -> None:
             **SIZED, dim=128, optimizer="rowwise-adagrad", workers=20, hours="2d", reschedule="0s",
             write="2GB/s", read="3GB/s", copy="4GB/s", network="10Gbit/s", memory="256GB", step="10ms",
             batch_rows=100, dense="1MB", touched=0.1, tolerance=0.0, save_every="30m",
-            costs=["tracking=0.01"], k=3,
+            cost=["tracking=0.01"], k=3,
         )
     )  # fmt: skip
     assert question.assumed == ()
@@ -96,14 +98,14 @@ def test_failures_come_from_a_log(tmp_path: Path) -> None:
         ({"optimizer": "lion"}, "--optimizer is 'lion': expected one of sgd, momentum"),
         ({"write": "-1GB/s"}, "the speed of writing to the store is -1e"),
         ({"touched": 0.0}, "the share of rows touched is 0"),
-        ({"costs": ["speed=1"]}, "--cost speed=1: expected NAME=NUMBER with a name of tracking"),
-        ({"costs": ["tracking=much"]}, "--cost tracking=much: expected NAME=NUMBER"),
-        ({"costs": ["rebuild_share=0"]}, "the cost rebuild_share is 0: expected above 0, up to 1"),
-        ({"costs": ["rebuild_share=2"]}, "the cost rebuild_share is 2: expected above 0, up to 1"),
-        ({"costs": ["rebuild_drop=2"]}, "the cost rebuild_drop is 2: expected 0 to 1"),
-        ({"costs": ["tracking=-1"]}, "the cost tracking is -1: expected 0 or more"),
-        ({"costs": ["atomic=nan"]}, "the cost atomic is nan: expected 0 or more"),
-        ({"costs": ["pause_hours=inf"]}, "the cost pause_hours is inf: expected 0 or more"),
+        ({"cost": ["speed=1"]}, "--cost speed=1: expected NAME=NUMBER with a name of tracking"),
+        ({"cost": ["tracking=much"]}, "--cost tracking=much: expected NAME=NUMBER"),
+        ({"cost": ["rebuild_share=0"]}, "the cost rebuild_share is 0: expected above 0, up to 1"),
+        ({"cost": ["rebuild_share=2"]}, "the cost rebuild_share is 2: expected above 0, up to 1"),
+        ({"cost": ["rebuild_drop=2"]}, "the cost rebuild_drop is 2: expected 0 to 1"),
+        ({"cost": ["tracking=-1"]}, "the cost tracking is -1: expected 0 or more"),
+        ({"cost": ["atomic=nan"]}, "the cost atomic is nan: expected 0 or more"),
+        ({"cost": ["pause_hours=inf"]}, "the cost pause_hours is inf: expected 0 or more"),
         ({"target_pls": 1.5}, r"the target PLS is 1\.5"),
         ({"r": 4}, "r is 4: expected 1 to 3 parities"),
         ({"failure_log": Path("no.csv")}, r"the failure log no\.csv cannot be read"),
@@ -124,7 +126,7 @@ def test_the_planned_configuration_can_be_loaded(tmp_path: Path) -> None:
     planned = load(out)
     assert planned.checkpoint is not None
     assert planned.checkpoint.path == "s3://bucket/run"
-    assert planned.checkpoint.strategy == "chunked"
+    assert planned.checkpoint.strategy == Chunked()
     assert planned.checkpoint.every_seconds == pytest.approx((found.best.interval_hours or 0) * 3600, abs=0.5)
     assert planned.job.servers == 3
     assert planned.optimizer.name == "adam"

@@ -270,13 +270,13 @@ class Injector:
 
     def _server_cut_off(self, fault: Fault) -> None:
         self._touch(fault.servers[0], fault.seconds)
-        self._cut(Peer("server", fault.servers[0]), Peer("supervisor"), fault.seconds)
+        self._break(Peer("server", fault.servers[0]), Peer("supervisor"), fault.seconds)
 
     def _servers_apart(self, fault: Fault) -> None:
         for slot in fault.servers:
             self._touch(slot, fault.seconds + self.shape.timing.stuck_seconds)
         one, other = (Peer("server", slot) for slot in fault.servers)
-        self._cut(one, other, fault.seconds)
+        self._break(one, other, fault.seconds)
 
     def _servers_apart_for_good(self, fault: Fault) -> None:
         """Until the next two, or the end: every two have a third one between them."""
@@ -331,10 +331,10 @@ class Injector:
         self.processes.signal(Peer("supervisor"), signal.SIGSTOP)
 
     def _worker_cut_off(self, fault: Fault) -> None:
-        self._cut(Peer("worker", fault.worker), Peer("supervisor"), fault.seconds)
+        self._break(Peer("worker", fault.worker), Peer("supervisor"), fault.seconds)
 
     def _worker_apart(self, fault: Fault) -> None:
-        self._cut(Peer("worker", fault.worker), Peer("server", fault.servers[0]), fault.seconds)
+        self._break(Peer("worker", fault.worker), Peer("server", fault.servers[0]), fault.seconds)
 
     def _worker_apart_for_good(self, fault: Fault) -> None:
         ends = Peer("worker", fault.worker), Peer("server", fault.servers[0])
@@ -343,9 +343,9 @@ class Injector:
 
     def _apart_for_good(self, which: str, one: Peer, other: Peer, *, one_way: bool) -> None:
         for ends in self._for_good.pop(which, ()):
-            self.links.cut(*ends, 0.0)
+            self.links.break_link(*ends, 0.0)
         self._for_good[which] = [(one, other)]
-        self.links.cut(one, other, math.inf, one_way=one_way)
+        self.links.break_link(one, other, math.inf, one_way=one_way)
 
     def _worker_delay(self, fault: Fault) -> None:
         self._slow(Peer("worker", fault.worker), fault.seconds)
@@ -362,5 +362,5 @@ class Injector:
         self.processes.signal(peer, signal.SIGSTOP)
         self._later(seconds, lambda: self.processes.signal(peer, signal.SIGCONT))
 
-    def _cut(self, one: Peer, other: Peer, seconds: float) -> None:
-        self.links.cut(one, other, time.monotonic() + seconds)
+    def _break(self, one: Peer, other: Peer, seconds: float) -> None:
+        self.links.break_link(one, other, time.monotonic() + seconds)

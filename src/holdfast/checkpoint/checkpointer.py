@@ -25,7 +25,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any, Self
@@ -33,18 +33,19 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.format.dense import decode_tree, encode_tree
+from holdfast.checkpoint.format.dense import decode_tree
 from holdfast.checkpoint.format.manifest import Manifest, Version, raise_if_unreachable, read_newest
-from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.progress_bar import byte_progress
 from holdfast.checkpoint.reading.coverage import check_places
 from holdfast.checkpoint.reading.loader import RowLoader
 from holdfast.checkpoint.reading.version import VersionReader, find_version, open_version
+from holdfast.checkpoint.saving.schedule import SaveSchedule
 from holdfast.checkpoint.saving.writer import SaveReport, Writer
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.torch.fit import some
 from holdfast.checkpoint.torch.read_ahead import ReadAhead
-from holdfast.checkpoint.torch.state import TrainingObjects, Unseen
+from holdfast.checkpoint.torch.source import TrainingSource
+from holdfast.checkpoint.torch.state import TrainingObjects
 from holdfast.checkpoint.torch.watch import Watch
 from holdfast.errors import (
     CheckpointError,
@@ -128,7 +129,8 @@ class Checkpointer:
         except BaseException:
             self._cleanup.close()
             raise
-        self._captured_before = False
+        compared = "digests" if self.policy.verify else "whole"
+        self._source = TrainingSource(self._objects, self._watch, compared, self.events)
         self._read_ahead = ReadAhead(self._objects.objects, self.events)
         # Who forgets to close it gets what is under way written all the same, and the lock freed.
         self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, self._pid)
@@ -136,11 +138,8 @@ class Checkpointer:
         self._last_step: int | None = None
         self._told: tuple[int, dict[str, Any] | None] | None = None
         self._told_version: int | None = None
-        self._last_save_step: int | None = None
-        self._last_save_time = time.monotonic()
+        self._schedule = SaveSchedule(self.policy, time.monotonic())
         self._checked_at = time.perf_counter()
-        self._tracking: dict[str, str] = {}
-        self._unseen: set[str] = set()
 
     def step(self, step: int, metadata: dict[str, Any] | None = None) -> int | None:
         """Say that a step is done; saves if the policy says so. The version that was begun, or None."""
@@ -150,15 +149,9 @@ class Checkpointer:
         self._writer.collect()
         self._check_some()
         self._read_ahead.told(step)
-        if self._last_save_step is None or step < self._last_save_step:  # the count began anew
-            self._last_save_step = step - 1
-        policy = self.policy
-        # Of a fraction of the rows, saves come after a fraction of the time.
-        part = policy.fraction if policy.prioritize is not None else 1.0
-        due = policy.every_steps is not None and step - self._last_save_step >= part * policy.every_steps
-        if policy.every_seconds is not None:
-            due = due or time.monotonic() - self._last_save_time >= part * policy.every_seconds
-        return self._save(step, metadata, whole=policy.prioritize is None) if due else None
+        if not self._schedule.is_due(step, time.monotonic()):
+            return None
+        return self._save(step, metadata, whole=self.policy.prioritize is None)
 
     def save(self, step: int | None = None, metadata: dict[str, Any] | None = None) -> int | None:
         """Save now. Returns the new version's number as soon as its snapshot is taken.
@@ -180,9 +173,9 @@ class Checkpointer:
             return None
         self._watch.search_last()
         with threads_explained():
-            version = self._writer.save(step, self._capture_dense, metadata, self._look, whole=whole)
-        self._last_step = self._last_save_step = step
-        self._last_save_time = time.monotonic()
+            version = self._writer.save(step, self._source, metadata, whole=whole)
+        self._last_step = step
+        self._schedule.note(step, time.monotonic())
         if whole:
             self._told_version = version
         return version
@@ -283,7 +276,7 @@ class Checkpointer:
         unverified. Does nothing before the first save, or with ``Policy(verify=0)``. See ``Policy.verify``.
         """
         self._check_open()
-        self._find_tables()
+        self._source.find_tables()
         for table in self._watch.written():
             self._writer.tracker.suspect(table)
         unseen = self._objects.tables_with_unseen_changes()
@@ -305,7 +298,8 @@ class Checkpointer:
 
     def _may_check(self, table: str) -> bool:
         """Whether rows of a table that are not marked should be what they were."""
-        return not self._is_suspect(table) and table not in self._unseen and self._watch.is_known(table)
+        searched = self._is_suspect(table) or self._source.is_searched(table)
+        return not searched and self._watch.is_known(table)
 
     def _is_suspect(self, table: str) -> bool:
         return self._writer.tracker.is_suspect(table)
@@ -357,44 +351,6 @@ class Checkpointer:
         if not self._closing.alive:
             raise CheckpointError(f"this Checkpointer of {self.store.url} is closed: make a new one")
 
-    def _find_tables(self) -> None:
-        if self._objects.find_again():
-            self._watch.follow(self._objects.tables)
-
-    def _look(self) -> tuple[LiveTables, Sequence[str]]:
-        """Optimizers make their state when they first step, and can be told other settings at any time."""
-        self._find_tables()
-        self._watch.saving()
-        tables = self._objects.live_tables()
-        unseen = self._objects.tables_with_unseen_changes()
-        self._unseen = {name for name, found in unseen.items() if found.lasts}
-        self._say_tracking(unseen)
-        return tables, [*unseen, *self._watch.written()]
-
-    def _say_tracking(self, unseen: Mapping[str, Unseen]) -> None:
-        """Say how changed rows of each table are found, once, and when that changes."""
-        compared = "digests" if self.policy.verify else "whole"
-        said: dict[str, list[str]] = {}
-        for name in self._objects.tables:
-            found = unseen.get(name)
-            how, why = (compared, found.why) if found is not None and found.lasts else self._watch.how(name)
-            text = f"{how}: {why}"
-            if self._tracking.get(name) != text:
-                self._tracking[name] = text
-                said.setdefault(text, []).append(name)
-        for text, names in said.items():
-            log.info("changed rows of %s are found by %s", some(names), text)
-            self.events.emit("checkpoint_tracking", tables=names, how=text)
-
-    def _capture_dense(self) -> Callable[[], Sequence[Any]]:
-        tree = self._objects.capture(dict(self._tracking))
-        if not self._captured_before:
-            # A state that cannot be stored is the caller's to mend: say so at once, not at the next call.
-            encoded = encode_tree(tree())
-            self._captured_before = True
-            return lambda: encoded
-        return lambda: encode_tree(tree())
-
     def _restore(self, version: Version) -> int:
         with threads_explained():
             return self._read_back(version)
@@ -402,7 +358,7 @@ class Checkpointer:
     def _read_back(self, version: Version) -> int:
         started = time.perf_counter()
         objects = self._objects
-        self._find_tables()
+        self._source.find_tables()
         with open_version(self.store, version.version) as reader:
             where = f"{self.store.url}: {version.dense.name} (version {version.version})"
             tree = decode_tree(reader.dense(), where)
@@ -433,7 +389,8 @@ class Checkpointer:
         lossy = any(group.is_coded for group in reader.stored_groups)
         self._writer.restores = version.restores + lossy
         resumed = self._writer.resume(version)
-        self._last_step = self._last_save_step = version.step
+        self._last_step = version.step
+        self._schedule.begin_at(version.step)
         self._told = None
         self._read_ahead.begin(version.step + 1)
         figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from holdfast.options import PRIORITIZED_FRACTION
 from holdfast.policy.protections import KINDS
 from holdfast.recipe import find_own_modules
-
-_MODEL, _CLUSTER, _SPEEDS, _WISHES = "Model", "Cluster", "Speeds", "Requirements"
+from holdfast.training.planning_options import CLUSTER, CONFIG, WISHES, Given
 
 
 def _option(
@@ -22,74 +25,47 @@ def _option(
     return option
 
 
-Config = Annotated[
-    Path | None,
-    typer.Argument(metavar="[CONFIG.yaml]", help="Configuration with model, servers and workers."),
-]
-Size = Annotated[str | None, _option("Size of all tables with their optimizer state.", _MODEL, "220GB")]
-Dim = Annotated[int | None, _option("Embedding dimension.", _MODEL)]
-Optimizer = Annotated[
-    str | None, _option("Optimizer whose state --size includes: adagrad, …", _MODEL, "NAME")
-]
-Dense = Annotated[str | None, _option("Size of the network's gradients.", _MODEL, "8MB")]
-BatchRows = Annotated[float | None, _option("Distinct rows that a batch looks up.", _MODEL)]
-Touched = Annotated[float | None, _option("Share of the rows that change in 30 minutes.", _MODEL)]
-Step = Annotated[str | None, _option("Time of a worker's training step.", _MODEL, "50ms")]
-Hours = Annotated[str | None, _option("Training time without failures.", _MODEL, "72h")]
-Servers = Annotated[int | None, _option("Number of servers, which hold the tables.", _CLUSTER)]
-Workers = Annotated[int | None, _option("Number of workers, which compute.", _CLUSTER)]
-Mtbf = Annotated[str | None, _option("Mean time between failures of any server.", _CLUSTER, "20h")]
-Log = Annotated[
-    Path | None, _option("Fit the MTBF to a log: lines of 'time,server' or 'hours,failed'.", _CLUSTER, "FILE")
-]
-PerFailure = Annotated[float | None, _option("Servers that fail together.", _CLUSTER)]
-Reschedule = Annotated[str | None, _option("Time to replace a failed machine.", _CLUSTER, "5m")]
-Memory = Annotated[str | None, _option("Memory of one server.", _CLUSTER, "256GB")]
-Write = Annotated[
-    str | None, _option("Write bandwidth of the store, all servers together.", _SPEEDS, "1GB/s")
-]
-Read = Annotated[str | None, _option("Read bandwidth of the store, all servers together.", _SPEEDS, "1GB/s")]
-Copy = Annotated[str | None, _option("Memory copy bandwidth of one server.", _SPEEDS, "2GB/s")]
-Network = Annotated[str | None, _option("Network bandwidth of one server, each way.", _SPEEDS, "25Gbit/s")]
-Measure = Annotated[
-    str | None,
-    _option("Measure the speeds that are not given, on this machine, with this store.", _SPEEDS, "PATH"),
-]
-Cost = Annotated[
-    list[str] | None,
-    _option("Cost of a protection per step, see docs/planning.md. Repeatable.", _SPEEDS, "NAME=NUMBER"),
-]
-Tolerance = Annotated[
-    float | None, _option("AUC that may be lost by restores and partial recovery.", _WISHES)
-]
-SaveEvery = Annotated[
-    str | None, _option("Checkpoint interval. Default, and always with a code: the optimum.", _WISHES, "30m")
-]
-StopToWrite = Annotated[
-    bool,
-    typer.Option(
-        "--stop-to-write", help="Saves stop training until they are written.", rich_help_panel=_WISHES
-    ),
-]
-K = Annotated[int | None, _option("Data records per stripe of the erasure code.", _WISHES, name="-k")]
-R = Annotated[int | None, _option("Parity records per stripe.", _WISHES, name="-r")]
-TargetPls = Annotated[
-    float | None, _option("Target portion of lost samples (PLS) of partial recovery.", _WISHES)
-]
-PerPls = Annotated[float | None, _option("Measured AUC loss at a PLS of 1.", _WISHES)]
-Among = Annotated[str | None, _option(f"Consider only these: {', '.join(KINDS)}.", _WISHES, "KIND,…")]
+def _with_given(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of ``Given`` before its own; it gets their values as ``given``."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(Given, include_extras=True)
+        options = [
+            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=_option_of(hints[f.name]))
+            for f in fields(Given)
+            if f.name not in without
+        ]
+        own = signature(command, eval_str=True).parameters.values()
+        parameters = options + [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own if p.name != "given"]
+
+        @wraps(command)
+        def wrapper(**values: Any) -> None:
+            given = Given(**{option.name: values.pop(option.name) for option in options})
+            command(given=given, **values)
+
+        # What typer reads.
+        wrapper.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
 
 
+def _option_of(hint: Any) -> Any:
+    """The type and the option that typer makes of a field of ``Given``."""
+    kind, shown = get_args(hint)
+    if shown.name == CONFIG:
+        return Annotated[kind, typer.Argument(metavar=CONFIG, help=shown.text)]
+    return Annotated[kind, _option(shown.text, shown.panel, shown.example, shown.name)]
+
+
+Among = Annotated[str | None, _option(f"Consider only these: {', '.join(KINDS)}.", WISHES, "KIND,…")]
+
+
+@_with_given()
 def plan(
-    config: Config = None,
-    size: Size = None, dim: Dim = None, optimizer: Optimizer = None, dense: Dense = None,
-    batch_rows: BatchRows = None, touched: Touched = None, step: Step = None, hours: Hours = None,
-    servers: Servers = None, workers: Workers = None, mtbf: Mtbf = None, failure_log: Log = None,
-    servers_per_failure: PerFailure = None, reschedule: Reschedule = None, memory: Memory = None,
-    write: Write = None, read: Read = None, copy: Copy = None, network: Network = None,
-    measure: Measure = None, cost: Cost = None, tolerance: Tolerance = None, save_every: SaveEvery = None,
-    stop_to_write: StopToWrite = False, k: K = None, r: R = None, target_pls: TargetPls = None,
-    auc_loss_per_pls: PerPls = None, among: Among = None,
+    given: Given,
+    among: Among = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[
@@ -104,18 +80,9 @@ def plan(
     find_own_modules()
     from holdfast.policy import printing  # noqa: PLC0415
     from holdfast.policy.planner import plan as make_plan  # noqa: PLC0415
-    from holdfast.training.planning import Given, read_question, write_configuration  # noqa: PLC0415
+    from holdfast.training.planning import read_question, write_configuration  # noqa: PLC0415
 
-    question = read_question(
-        Given(
-            config=config, size=size, dim=dim, optimizer=optimizer, dense=dense, batch_rows=batch_rows,
-            touched=touched, step=step, hours=hours, servers=servers, workers=workers, mtbf=mtbf,
-            failure_log=failure_log, servers_per_failure=servers_per_failure, reschedule=reschedule,
-            memory=memory, write=write, read=read, copy=copy, network=network, measure=measure,
-            costs=cost or (), tolerance=tolerance, save_every=save_every, stop_to_write=stop_to_write,
-            k=k, r=r, target_pls=target_pls, auc_loss_per_pls=auc_loss_per_pls,
-        )
-    )  # fmt: skip
+    question = read_question(given)
     found = make_plan(question.situation, question.wishes, among.split(",") if among else ())
     if json:
         typer.echo(printing.plan_json(found, question.assumed, question.fits))
@@ -129,15 +96,10 @@ def plan(
             typer.echo(f"wrote {out}: holdfast train {out}")
 
 
+@_with_given(without=("servers_per_failure", "measure"))
 def simulate(
-    config: Config = None,
-    size: Size = None, dim: Dim = None, optimizer: Optimizer = None, dense: Dense = None,
-    batch_rows: BatchRows = None, touched: Touched = None, step: Step = None, hours: Hours = None,
-    servers: Servers = None, workers: Workers = None, mtbf: Mtbf = None, failure_log: Log = None,
-    reschedule: Reschedule = None, memory: Memory = None, write: Write = None, read: Read = None,
-    copy: Copy = None, network: Network = None, cost: Cost = None, tolerance: Tolerance = None,
-    save_every: SaveEvery = None, stop_to_write: StopToWrite = False, k: K = None, r: R = None,
-    target_pls: TargetPls = None, auc_loss_per_pls: PerPls = None, among: Among = None,
+    given: Given,
+    among: Among = None,
     nodes: Annotated[
         str | None,
         typer.Option(
@@ -163,7 +125,7 @@ def simulate(
     find_own_modules()
     from holdfast.policy.printing import make_console, show_basis  # noqa: PLC0415
     from holdfast.sim import plots, printing, scaling  # noqa: PLC0415
-    from holdfast.training.planning import Given, Question, read_question  # noqa: PLC0415
+    from holdfast.training.planning import Question, read_question  # noqa: PLC0415
 
     if plot is not None:
         plots.check_plot(plot)
@@ -171,16 +133,7 @@ def simulate(
         question = Question.of(scaling.FIGURE_13, target_pls=0.1)
         among = "full-stop,partial"
     else:
-        question = read_question(
-            Given(
-                config=config, size=size, dim=dim, optimizer=optimizer, dense=dense, batch_rows=batch_rows,
-                touched=touched, step=step, hours=hours, servers=servers, workers=workers, mtbf=mtbf,
-                failure_log=failure_log, reschedule=reschedule, memory=memory, write=write, read=read,
-                copy=copy, network=network, costs=cost or (), tolerance=tolerance, save_every=save_every,
-                stop_to_write=stop_to_write, k=k, r=r, target_pls=target_pls,
-                auc_loss_per_pls=auc_loss_per_pls,
-            )
-        )  # fmt: skip
+        question = read_question(given)
     sizes = scaling.parse_nodes(nodes or ("10,30,100,300,1000,3000" + ",10000" * (not paper)))
     models = scaling.parse_models(failures, question.situation, sizes, question.log)
     with printing.progress_bar() as on_done:
@@ -223,14 +176,14 @@ def emulate(
         Path | None, _option("Replay a failure log: lines of 'time,server'.", _FAILURES, "FILE")
     ] = None,
     servers_per_failure: Annotated[int, _option("Servers that fail together.", _FAILURES)] = 1,
-    hours: Annotated[str, _option("Training time without failures.", _CLUSTER, "56h")] = "56h",
-    servers: Annotated[int, _option("Number of servers.", _CLUSTER)] = 8,
-    save: Annotated[str, _option("Time of a full save.", _CLUSTER, "5.65m")] = "0.0942h",
-    load: Annotated[str, _option("Time to read a checkpoint.", _CLUSTER, "2.4m")] = "0.04h",
-    reschedule: Annotated[str, _option("Time to replace a machine.", _CLUSTER, "2.6m")] = "0.044h",
-    target_pls: Annotated[float, _option("Target portion of lost samples (PLS) of cpr.", _WISHES)] = 0.1,
+    hours: Annotated[str, _option("Training time without failures.", CLUSTER, "56h")] = "56h",
+    servers: Annotated[int, _option("Number of servers.", CLUSTER)] = 8,
+    save: Annotated[str, _option("Time of a full save.", CLUSTER, "5.65m")] = "0.0942h",
+    load: Annotated[str, _option("Time to read a checkpoint.", CLUSTER, "2.4m")] = "0.04h",
+    reschedule: Annotated[str, _option("Time to replace a machine.", CLUSTER, "2.6m")] = "0.044h",
+    target_pls: Annotated[float, _option("Target portion of lost samples (PLS) of cpr.", WISHES)] = 0.1,
     fraction: Annotated[
-        float, _option("Fraction of the rows per prioritized save.", _WISHES)
+        float, _option("Fraction of the rows per prioritized save.", WISHES)
     ] = PRIORITIZED_FRACTION,
     shape: Annotated[
         str, _option("Table sizes and samples of Criteo: kaggle or terabyte.", _TRAINING)

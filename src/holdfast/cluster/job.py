@@ -24,14 +24,14 @@ from holdfast.cluster.report.progress import JobProgress, Reports
 from holdfast.cluster.report.result import JobResult, describe_lack
 from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
-from holdfast.cluster.runtime.transport.address import LOCAL, check_shared
+from holdfast.cluster.runtime.transport.address import check_shared
 from holdfast.cluster.saving.failures import log
 from holdfast.cluster.server.witness import ROWS_FOLDER
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import ConfigError, DataLoss, StoreLocked
 from holdfast.events import EventLog
-from holdfast.options import Kill, NoProtection, Protection
+from holdfast.options import Kill, Local, NoProtection, Protection, Training
 from holdfast.recipe import Recipe, recipe_of
 from holdfast.stopping import stop_on_signals
 from holdfast.training.config import Config, load
@@ -63,26 +63,13 @@ class Job:
         test_data: what to test on, given as ``data`` is. By default the matching test part: 100,000 samples
             of the same teacher for ``Synthetic``, the part that ``test_fraction`` or ``test_files`` leave
             for ``Criteo``, ``reader("test", batch_size)`` for an import path.
-        optimizer: "sgd", "momentum", "adagrad", "rowwise-adagrad" or "adam".
-        lr: the learning rate; by default one that suits the optimizer.
-        batch_size: samples in a batch; a reader that is given itself has its own. 2048 by default.
-        epochs: how often all data is gone over.
-        max_steps: end after so many batches, of all workers together.
-        test_every: batches between tests, which one worker makes while the others train; 0: at the end only.
-        seed: of the first values.
+        training: optimizer, batch size, number of epochs and the like.
         protection: what keeps the job going when servers die: ``ErasureCode``, ``Replication``, or nothing.
-        staleness: how many of its own batches a worker's rows may lack: 1 lets it pull rows while it
-            computes, 0 is synchronous.
-        server_processors: numbers of processors that servers have for themselves, as if they were on other
-            machines than workers: what they do, recovering among it, takes no processor from workers. By
-            default all processes share all processors.
-        run: the run's folder; by default a new one under ``runs/``.
-        engine: where processes run: "local", on this machine.
-        bind: where processes listen: "ipc", Unix sockets in a folder that only this user can enter; or a TCP
-            address without a port, such as "tcp://127.0.0.1", on which every connection is encrypted.
+        engine: where processes run: "local", or ``Local`` with its options, is this machine.
         checkpoint: where to save the job, a folder or a URL; or the keys of the ``checkpoint`` section, such
             as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job goes on
             from the newest.
+        run: the run's folder; by default a new one under ``runs/``.
         kill: processes to kill on the way, such as "worker:1@step:200", to see what happens.
     """
 
@@ -94,42 +81,35 @@ class Job:
         servers: int = 4,
         workers: int = 2,
         test_data: Made | None = None,
-        optimizer: str = "adagrad",
-        lr: float | None = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        max_steps: int | None = None,
-        test_every: int = 0,
-        seed: int = 0,
-        protection: Protection = NoProtection(),  # noqa: B008 (frozen)
-        staleness: int = 1,
-        server_processors: Sequence[int] = (),
-        run: str | os.PathLike[str] | None = None,
-        engine: Literal["local"] = "local",
-        bind: str = LOCAL,
+        training: Training = Training(),  # noqa: B008 (frozen)
+        protection: Protection = NoProtection(),  # noqa: B008
+        engine: Local | Literal["local"] = "local",
         checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        run: str | os.PathLike[str] | None = None,
         kill: Sequence[str | Kill] = (),
     ) -> None:
-        if engine != "local":
-            raise ConfigError(f"engine is {engine!r}: expected 'local', the only one there is so far")
-        data_section, batch_size = _data(data, test_data, batch_size)
+        if isinstance(engine, str):
+            if engine != "local":
+                raise ConfigError(f"engine is {engine!r}: expected 'local' or a Local(...)")
+            engine = Local()
+        data_section, batch_size = _data(data, test_data, training.batch_size)
         job = {
             "servers": servers, "workers": workers, "protection": msgspec.to_builtins(protection),
-            "staleness": staleness, "bind": bind,
-            "kill": [str(one) for one in kill], "server_processors": list(server_processors),
+            "staleness": training.staleness, "bind": engine.bind,
+            "kill": [str(one) for one in kill], "server_processors": list(engine.server_processors),
         }  # fmt: skip
         self.config = _checked(
             load(
                 model=_section(_recipe(model, "model")),
                 data=data_section,
-                optimizer={"name": optimizer, "lr": lr},
+                optimizer={"name": training.optimizer, "lr": training.lr},
                 job=job,
                 checkpoint=_checkpoint(checkpoint),
                 batch_size=batch_size,
-                epochs=epochs,
-                max_steps=max_steps,
-                test_every=test_every,
-                seed=seed,
+                epochs=training.epochs,
+                max_steps=training.max_steps,
+                test_every=training.test_every,
+                seed=training.seed,
                 run=None if run is None else os.fspath(run),
             )
         )

@@ -34,7 +34,7 @@ from holdfast.cluster.report.failures import Failures, SpeedMeter, lost_rows_pat
 from holdfast.cluster.report.result import JobResult, SaveLedger, count, in_short
 from holdfast.cluster.runtime.engines.base import Engine
 from holdfast.cluster.runtime.keys import JobKeys
-from holdfast.cluster.runtime.loop import flush
+from holdfast.cluster.runtime.loop import send_outbox
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.address import LOCAL
 from holdfast.cluster.runtime.transport.private import private_folder
@@ -328,7 +328,7 @@ class Runner:
 
     def _pass_time(self, launcher: Launcher, transport: ZmqTransport) -> None:
         launcher.tick(time.monotonic())
-        flush(launcher, transport)
+        send_outbox(launcher, transport)
         for envelope in transport.poll(_POLL_SECONDS):
             launcher.receive(envelope, time.monotonic())
         pids = self.engine.pids() if launcher.started else {}

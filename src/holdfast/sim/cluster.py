@@ -149,7 +149,7 @@ class CutCopies:
         self.copies[version] = [shard.records.copy() for shard in self._server.shards]
         self.lost[version] = self.lost_now()
 
-    def settle(self, committed: int, tidied: int) -> None:
+    def confirm(self, committed: int, tidied: int) -> None:
         """They are here for good."""
 
     def saved(self) -> int:
@@ -250,7 +250,7 @@ class SimWorker:
         ]
         self.machine.finish(ones, self._network.now)
         self._work(self._network.now)
-        self._network.flush(self)
+        self._network.send_outbox(self)
 
     def _item(self, batch: int) -> Item:
         spreads = [self._spread(group, rows) for group, rows in enumerate(rows_of(self._plan, batch))]
@@ -420,7 +420,7 @@ class Cluster:
             self.supervisor.request_cut(
                 1 + max((v for s in self.savers.values() for v in s.copies), default=0)
             )
-            self.network.flush(self.supervisor)
+            self.network.send_outbox(self.supervisor)
 
     def collect_cuts(self) -> None:
         """Note the cuts that were made since last asked."""
@@ -481,7 +481,7 @@ class Cluster:
         for slot, server in self.servers.items():
             current = self.supervisor.servers[slot].incarnation == server.me.incarnation
             alive = server.me in self.network.nodes and not self.network.paused(server.me)
-            recovery, rebuilding = server.recovery, server.rebuilding
+            recovery, rebuilding = server.recovery, server.stripes
             whole = (recovery is None or not recovery.left) and not (rebuilding and rebuilding.lacking())
             if not (current and alive and whole and server.started.epoch):
                 found.add(slot)
@@ -489,7 +489,7 @@ class Cluster:
 
     def is_quiet(self) -> bool:
         """Whether all parity servers have all changes."""
-        protections = [server.protection for server in self.servers.values()]
+        protections = [server.replicator for server in self.servers.values()]
         return all(protection is None or protection.is_quiet for protection in protections)
 
     def lost(self, group: int) -> NDArray[np.int64]:
@@ -503,8 +503,8 @@ class Cluster:
         coded = [(g, placement) for g, placement in enumerate(self.plan.placements) if placement.r]
         for group, placement in coded:
             for slot, server in self.servers.items():
-                assert server.protection is not None
-                parity = server.protection.parities[group]
+                assert server.replicator is not None
+                parity = server.replicator.parities[group]
                 blocks = np.arange(parity.blocks)
                 for t in range(placement.r):
                     expected = np.zeros((len(blocks), parity.plan.words), np.uint32)

@@ -205,7 +205,7 @@ class _Schedule:
         other = self._random.randrange(self._cluster.plan.servers)
         one_way = self._random.random() < 0.5
         if slot != other and self._leaves_paths(Peer("server", slot), other):
-            self._network.cut_link(Peer("server", slot), Peer("server", other), one_way=one_way)
+            self._network.break_link(Peer("server", slot), Peer("server", other), one_way=one_way)
             self._doomed.append((self._network.now + 3.0, {slot, other}))
 
     def _leaves_paths(self, one: Peer, server: int) -> bool:
@@ -214,7 +214,7 @@ class _Schedule:
         near = self._cluster.plan.neighbours
         slots = near[server] & near[one.slot] if one.role == "server" else near[server]
         between = [Peer("server", slot) for slot in slots if slot != one.slot or one.role != "server"]
-        cut = self._network.is_cut
+        cut = self._network.is_broken
         if sum(not cut(one, p) and not cut(p, target) for p in between) < 2:
             return False
         return not any(cut(one, p) or cut(p, target) for p in between)  # nobody counts on this link
@@ -222,7 +222,7 @@ class _Schedule:
     def _server_alone(self, slot: int) -> None:
         """A server reaches no other one any more, though the supervisor and workers."""
         for other in range(self._cluster.plan.servers):
-            self._network.cut_link(Peer("server", slot), Peer("server", other))
+            self._network.break_link(Peer("server", slot), Peer("server", other))
 
     def _too_many_servers_kill(self, slot: int) -> None:
         plan = self._cluster.plan
@@ -241,7 +241,7 @@ class _Schedule:
         other = self._random.randrange(self._cluster.plan.servers)
         if len(self._cluster.degraded() | {slot, other}) <= max(2, self._cluster.plan.r):
             seconds = self._random.uniform(0.1, 2.5)
-            self._network.cut_link(Peer("server", slot), Peer("server", other), seconds)
+            self._network.break_link(Peer("server", slot), Peer("server", other), seconds)
             self._doomed.append((self._network.now + seconds + 2.0, {slot, other}))
 
     def _dying(self) -> set[int]:
@@ -268,7 +268,7 @@ class _Schedule:
 
     def _link(self, worker: int) -> None:
         server = Peer("server", self._random.randrange(self._cluster.plan.servers))
-        self._network.cut_link(Peer("worker", worker), server, self._random.uniform(0.1, 2.5))
+        self._network.break_link(Peer("worker", worker), server, self._random.uniform(0.1, 2.5))
 
     def _link_for_good(self, worker: int) -> None:
         """A worker and a server cannot talk to each other, or one not to the other, from now on."""
@@ -277,7 +277,7 @@ class _Schedule:
         if self._leaves_paths(one, server):
             ends = one, Peer("server", server)
             first, second = ends if self._random.random() < 0.5 else ends[::-1]
-            self._network.cut_link(first, second, one_way=one_way)
+            self._network.break_link(first, second, one_way=one_way)
 
     def _slow_link(self, worker: int) -> None:
         server = Peer("server", self._random.randrange(self._cluster.plan.servers))

@@ -29,6 +29,7 @@ from holdfast.policy.units import (
 )
 from holdfast.redaction import redacted
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
+from holdfast.training.planning_options import Given
 
 if TYPE_CHECKING:
     from holdfast.training.config import Config
@@ -37,41 +38,6 @@ OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise-adagrad", "adam")
 CHECKPOINTS = "checkpoints"
 """Where a planned configuration saves if nothing else is said."""
 _MOST_WEIGHTS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What the command line says, as it says it; None is nothing."""
-
-    config: Path | None = None
-    size: str | None = None
-    dim: int | None = None
-    optimizer: str | None = None
-    servers: int | None = None
-    workers: int | None = None
-    hours: str | None = None
-    mtbf: str | None = None
-    failure_log: Path | None = None
-    servers_per_failure: float | None = None
-    reschedule: str | None = None
-    write: str | None = None
-    read: str | None = None
-    copy: str | None = None
-    network: str | None = None
-    memory: str | None = None
-    step: str | None = None
-    batch_rows: float | None = None
-    dense: str | None = None
-    touched: float | None = None
-    tolerance: float | None = None
-    save_every: str | None = None
-    stop_to_write: bool = False
-    measure: str | None = None
-    k: int | None = None
-    r: int | None = None
-    target_pls: float | None = None
-    auc_loss_per_pls: float | None = None
-    costs: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +84,7 @@ def read_question(given: Given) -> Question:
     measured = _rates(given, found)
     fits, log = _failures(given, found)
     _rest(given, found)
-    situation = Situation(**found.values, stop_to_write=given.stop_to_write, costs=_costs(given.costs))
+    situation = Situation(**found.values, stop_to_write=given.stop_to_write, costs=_costs(given.cost or ()))
     r = None if given.r is None else ErasureCode(k=1, r=given.r).r  # which says what it may be
     wishes = Wishes(k=given.k, r=r, target_pls=given.target_pls, auc_loss_per_pls=given.auc_loss_per_pls)
     return Question(situation, wishes, tuple(found.assumed), measured, fits, log, config)

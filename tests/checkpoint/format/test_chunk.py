@@ -13,7 +13,6 @@ import pytest
 from safetensors import safe_open
 
 from holdfast.checkpoint.format.chunk import (
-    ALIGNMENT,
     OPEN,
     Encoded,
     NewPiece,
@@ -25,6 +24,7 @@ from holdfast.checkpoint.format.chunk import (
     decode_piece,
     encode_file,
 )
+from holdfast.checkpoint.format.header import ALIGNMENT
 from holdfast.checkpoint.format.records import Field, Group, Rows, Table
 from holdfast.errors import CorruptCheckpoint
 

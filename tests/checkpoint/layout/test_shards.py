@@ -11,7 +11,7 @@ import pytest
 from holdfast.checkpoint.format.chunk import checksum
 from holdfast.checkpoint.format.manifest import DenseEntry, Version
 from holdfast.checkpoint.format.records import Field, Rows, make_groups
-from holdfast.checkpoint.layout.bundles import StoreChange
+from holdfast.checkpoint.layout.bundles import ShardChange
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.saving.catalog import Catalog
@@ -40,7 +40,7 @@ class Cluster:
     def save(self, touched: Array) -> int:
         number = self.catalog.next_version()
         baseline = not self.era
-        changes: list[StoreChange] = []
+        changes: list[ShardChange] = []
         for shard in self.shards:
             ids = np.arange(ROWS) if baseline else touched
             mine = ids[owner(ids, len(self.shards)) == shard.number]
@@ -55,7 +55,9 @@ class Cluster:
             version=number, era=self.era, step=number, time=0.0, baseline=baseline, rows=0, bytes=0,
             dense=DenseEntry(dense, 1, checksum(b"x")),
         )  # fmt: skip
-        self.catalog.commit_version(version, GROUPS, type(self.shards[0].strategy).__name__, changes)
+        self.catalog.commit_version(
+            version, GROUPS, type(self.shards[0].strategy).__name__, [c.for_manifest() for c in changes]
+        )
         for shard, change in zip(self.shards, changes, strict=True):
             shard.apply(change)
         self.tidy(number)
@@ -66,7 +68,7 @@ class Cluster:
         tidied = [(shard, shard.tidy(self.store, number, kept)) for shard in self.shards]
         changes = [(shard, change) for shard, change in tidied if change is not None]
         if changes:
-            self.catalog.commit_round(self.era, [change for _, change in changes])
+            self.catalog.commit_round(self.era, [change.for_manifest() for _, change in changes])
             for shard, change in changes:
                 shard.apply(change)
 

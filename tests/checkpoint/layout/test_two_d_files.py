@@ -19,8 +19,7 @@ from holdfast.checkpoint.format.records import Rows
 from holdfast.checkpoint.layout import bundles, two_d
 from holdfast.checkpoint.layout import rearrange_two_d as files_2d
 from holdfast.checkpoint.layout.rearrange_two_d import TwoD
-from holdfast.checkpoint.reading import stretches
-from holdfast.checkpoint.reading import version as restore
+from holdfast.checkpoint.reading import pipelines, stretches
 from holdfast.checkpoint.reading.stretches import open_file
 from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store import Store, open_store
@@ -135,7 +134,7 @@ def test_random_runs(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(files_2d, "STEP_BYTES", int(chance.choice([60, 400, 1 << 30])))
     monkeypatch.setattr(bundles, "FILE_BYTES", int(chance.choice([80, 1 << 20])))
     monkeypatch.setattr(bundles, "STRETCH_BYTES", int(chance.choice([70, 1 << 20])))
-    monkeypatch.setattr(restore, "STRETCH_BYTES", int(chance.choice([100, 1 << 20])))
+    monkeypatch.setattr(pipelines, "STRETCH_BYTES", int(chance.choice([100, 1 << 20])))
     policy: dict[str, Any] = [{}, {"keep": 4}, {"keep": 2, "keep_every": 5}][seed % 3]
     trainer = trainer_in(tmp_path, float(chance.choice([0.0, 0.05, 0.2, 0.5])), seed, **policy)
     for step in range(20):

@@ -39,11 +39,11 @@ def test_marks_during_a_save_are_in_the_next() -> None:
     tracker.mark("a", ids(1, 2))
     assert tracker.take()[0].tolist() == [1, 2]
     tracker.mark("a", ids(2, 3))
-    with pytest.raises(RuntimeError, match="neither been settled nor given back"):
+    with pytest.raises(RuntimeError, match="neither been confirmed nor given back"):
         tracker.take()
-    tracker.settle()
+    tracker.confirm()
     assert tracker.take()[0].tolist() == [2, 3]
-    tracker.settle()
+    tracker.confirm()
     assert tracker.take()[0].tolist() == []
 
 
@@ -61,7 +61,7 @@ def test_what_was_not_saved_is_marked_again() -> None:
     st.lists(
         st.one_of(
             st.tuples(st.sampled_from("ac"), st.lists(st.integers(-3, 75), max_size=10)),
-            st.tuples(st.sampled_from(["take", "settle", "give back"]), st.just([])),
+            st.tuples(st.sampled_from(["take", "confirm", "give back"]), st.just([])),
         ),
         max_size=60,
     )
@@ -75,8 +75,8 @@ def test_against_sets(events: list[tuple[str, list[int]]]) -> None:
             if taken is None:
                 taken, marked = marked, set()
                 assert tracker.take()[0].tolist() == sorted(taken)
-        elif event == "settle":
-            tracker.settle()
+        elif event == "confirm":
+            tracker.confirm()
             taken = None
         elif event == "give back":
             tracker.give_back()

@@ -11,8 +11,7 @@ import pytest
 
 from holdfast.checkpoint.format.chunk import Piece
 from holdfast.checkpoint.layout import rounds
-from holdfast.checkpoint.reading import stretches
-from holdfast.checkpoint.reading import version as restore
+from holdfast.checkpoint.reading import pipelines, stretches
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import CorruptCheckpoint
 from holdfast.options import Incremental, Policy
@@ -57,7 +56,7 @@ def test_pieces_that_cannot_be_read_let_nobody_wait(
             line.train()
             line.save()
         line.writer.close()
-        monkeypatch.setattr(restore, "read_checked", damaged)
+        monkeypatch.setattr(pipelines, "read_checked", damaged)
         with pytest.raises(CorruptCheckpoint, match=f"{damaged_kind} is damaged"):
             check_store(store, on_grids=True)
 

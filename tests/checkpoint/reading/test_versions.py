@@ -82,18 +82,19 @@ class Trainer:
             Rows(ids, tuple(f[ids] for f in fields)) for ids, fields in zip(wanted, self.state, strict=True)
         ]
         change = self.shard.write(self.store, number, enumerate(snapshot), baseline=baseline)
+        files = change.for_manifest()
         dense = f"dense/{number:08}-{'f' * 12}.safetensors"
         self.store.put(dense, [b"dense"])
         version = Version(
-            version=number, era=self.era, step=number, time=0.0, baseline=baseline, rows=change.rows,
-            bytes=change.bytes, dense=DenseEntry(dense, 5, checksum(b"dense")),
+            version=number, era=self.era, step=number, time=0.0, baseline=baseline, rows=files.rows,
+            bytes=files.bytes, dense=DenseEntry(dense, 5, checksum(b"dense")),
         )  # fmt: skip
-        self.catalog.commit_version(version, GROUPS, "x", [change])
+        self.catalog.commit_version(version, GROUPS, "x", [files])
         self.shard.apply(change)
         self.remembered[number] = [tuple(f.copy() for f in fields) for fields in self.state]
         tidied = self.shard.tidy(self.store, number, [v.version for v in self.catalog.manifest.versions])
         if tidied is not None:
-            self.catalog.commit_round(self.era, [tidied])
+            self.catalog.commit_round(self.era, [tidied.for_manifest()])
             self.shard.apply(tidied)
 
     def restart(self) -> None:

@@ -88,7 +88,7 @@ def cancelled(ckpt: hf.Checkpointer) -> None:
     deadline = time.monotonic() + SECONDS
     while True:
         outcome = ckpt._writer._under_way
-        if outcome is None or outcome.cancelled:
+        if outcome is None or outcome.wanted.cancelled:
             return
         assert time.monotonic() < deadline, "it was never cancelled"
         time.sleep(0.001)
@@ -249,7 +249,7 @@ def test_quantized_rows_stop_being_encoded(
         saving.join(SECONDS)
         assert not saving.is_alive(), "the rest that the throttle takes is not cut short"
         if share != 1:  # it would take hours
-            ckpt._writer._under_way.cancelled = True  # type: ignore[union-attr]
+            ckpt._writer._under_way.wanted.cancelled = True  # type: ignore[union-attr]
         ckpt._writer._thread.wait()
         assert [v.step for v in ckpt.versions()] == ([1] if share == 1 else [])
         assert not [t for t in threading.enumerate() if t.name == "holdfast-encode"]

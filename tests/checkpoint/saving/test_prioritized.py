@@ -111,7 +111,7 @@ def test_rows_of_a_save_that_failed_come_first() -> None:
     tracker.mark("a", np.repeat(np.arange(20, 24), 10))
     tracker.give_back()
     assert tracker.take(whole=False)[0].tolist() == [5, 9, 100, 103]
-    tracker.settle()
+    tracker.confirm()
     tracker.suspect("a")
     assert tracker.take()[0].tolist() == list(range(100))
 

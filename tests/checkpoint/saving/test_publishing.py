@@ -16,6 +16,7 @@ from holdfast.checkpoint.store import ObjectReader
 from holdfast.checkpoint.store.local import LocalStore
 from tests.checkpoint.by_hand import Rows, restored
 from tests.checkpoint.lineage import Lineage, QuickFiles, check_no_leftovers, check_store
+from tests.checkpoint.plain_source import PlainSource
 
 
 class Nfs(QuickFiles):
@@ -98,7 +99,7 @@ def test_what_nobody_could_read_is_not_published(tmp_path: Path) -> None:
         line.train()
         line.save()
         line.train()
-        line.writer.save(STEP, lambda: lambda: [b"dense"], {})
+        line.writer.save(STEP, PlainSource(line.tables), {})
         with pytest.raises(hf.SaveFailed, match="could not be read again, so nothing was published"):
             line.writer.wait()
         check_no_leftovers(line)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 
 import pytest
 
@@ -151,7 +153,7 @@ def test_it_is_renewed_in_the_background_also_after_a_failure(shared: MemoryObje
     assert json.loads(shared.content)["expires"] == 0
 
 
-def held_elsewhere(shared: MemoryObject, seconds: float, **others: object) -> None:
+def held_elsewhere(shared: MemoryObject, seconds: float, /, **others: object) -> None:
     """A lease of a process of which nobody here can tell whether it lives."""
     note = {"owner": "another", "host": "far", "pid": 7, "expires": time.time() + seconds, "seconds": seconds}
     shared.content = json.dumps(note | others).encode()
@@ -172,39 +174,6 @@ class TestWaiting:
         held_elsewhere(shared, LONG)
         with pytest.raises(StoreLocked, match="process 7 on host far"):
             Lease(shared, "s3://b", LONG, wait_seconds=0.2)
-
-    def test_a_holder_that_renews_is_alive(self, shared: MemoryObject) -> None:
-        held_elsewhere(shared, LONG)
-
-        def renew() -> None:
-            while not asked.wait(0.05):
-                held_elsewhere(shared, LONG)
-
-        asked = threading.Event()
-        holder = threading.Thread(target=renew)
-        holder.start()
-        try:
-            with pytest.raises(StoreLocked, match="process 7 on host far"):
-                Lease(shared, "s3://b", LONG, wait_seconds=None)
-        finally:
-            asked.set()
-            holder.join()
-
-    def test_a_holder_that_lets_go(self, shared: MemoryObject) -> None:
-        held_elsewhere(shared, LONG)
-        timer = threading.Timer(0.1, lambda: held_elsewhere(shared, 0.0, expires=0.0))
-        timer.start()
-        Lease(shared, "s3://b", LONG, wait_seconds=None).release()
-        timer.join()
-
-    def test_a_clock_that_is_ahead_is_not_waited_for(self, shared: MemoryObject) -> None:
-        """A lease that nobody has renewed for as long as it lasts has ended, whatever it says."""
-        held_elsewhere(shared, 0.3, expires=time.time() + 86400)
-        Lease(shared, "s3://b", LONG, wait_seconds=None).release()
-
-    def test_a_note_that_says_for_ever_is_not_believed(self, shared: MemoryObject) -> None:
-        held_elsewhere(shared, 1e9)
-        Lease(shared, "s3://b", 0.3, wait_seconds=None).release()
 
 
 class TestHolder:
@@ -247,6 +216,200 @@ class TestHolder:
             held_elsewhere(shared, LONG, **json.loads(process.stdout.read()))
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             Lease(shared, "s3://b", LONG).release()
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, start: float = 1_000_000.0) -> None:
+        self.start = self.now = start
+        self.sleeps: list[float] = []
+        self.wakes: Callable[[], None] = lambda: None
+        for name in ("time", "monotonic"):
+            monkeypatch.setattr(time, name, lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+        self.wakes()
+
+    @property
+    def slept(self) -> float:
+        return self.now - self.start
+
+
+class TestHowLong:
+    """Waiting, on a clock of our own."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        return Clock(monkeypatch)
+
+    def wait(self, shared: MemoryObject, wait_seconds: float | None, seconds: float = 10.0) -> Lease:
+        """With threads that live by the real clock."""
+        return Lease(shared, "s3://b", seconds, wait_seconds)
+
+    def test_until_the_end_and_a_second_more(self, shared: MemoryObject, clock: Clock) -> None:
+        """A request of the holder's may be on its way."""
+        held_elsewhere(shared, 4.5)
+        self.wait(shared, None).release()
+        assert clock.slept == 5.5
+        assert set(clock.sleeps) == {1.0, 0.5}  # it looks every second whether it was given back
+
+    def test_no_longer_than_that_if_more_is_allowed(self, shared: MemoryObject, clock: Clock) -> None:
+        held_elsewhere(shared, 4.5)
+        self.wait(shared, 100.0).release()
+        assert clock.slept == 5.5
+
+    def test_as_long_as_is_allowed(self, shared: MemoryObject, clock: Clock) -> None:
+        held_elsewhere(shared, 4.5)
+        with pytest.raises(StoreLocked, match=r"process 7 on host far.*runs out at 1970-01-12T13:46:44"):
+            self.wait(shared, 5.0)
+        assert clock.slept == 5.0
+
+    def test_not_at_all(self, shared: MemoryObject, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+        held_elsewhere(shared, 4.5)
+        with pytest.raises(StoreLocked):
+            self.wait(shared, 0.0)
+        assert clock.slept == 0
+        assert not caplog.text
+
+    def test_until_it_is_given_back(self, shared: MemoryObject, clock: Clock) -> None:
+        held_elsewhere(shared, 100.0)
+        clock.wakes = lambda: held_elsewhere(shared, 0.0, expires=0.0)
+        self.wait(shared, None).release()
+        assert clock.slept == 1.0
+
+    def test_until_it_is_deleted(self, shared: MemoryObject, clock: Clock) -> None:
+        held_elsewhere(shared, 100.0)
+
+        def delete() -> None:
+            shared.content = None
+
+        clock.wakes = delete
+        self.wait(shared, None).release()
+        assert clock.slept == 1.0
+
+    def test_until_it_is_renewed(self, shared: MemoryObject, clock: Clock) -> None:
+        held_elsewhere(shared, 100.0)
+        clock.wakes = lambda: held_elsewhere(shared, 100.0, pid=8)
+        with pytest.raises(StoreLocked, match="process 8 on host far"):
+            self.wait(shared, None)
+        assert clock.slept == 1.0
+
+    @pytest.mark.parametrize(
+        ("said", "length"),
+        [(5.0, 5.0), (3600.0, 3600.0), (3601.0, 10.0), (0.0, 10.0), (-1.0, 10.0), ("x", 10.0)],
+    )
+    def test_as_long_as_a_lease_lasts_if_a_clock_was_ahead(
+        self, shared: MemoryObject, clock: Clock, said: object, length: float
+    ) -> None:
+        held_elsewhere(shared, 1e6, seconds=said)
+        self.wait(shared, None).release()
+        assert clock.slept == length + 1
+
+    def test_a_lease_ends_at_its_end(self, shared: MemoryObject, clock: Clock) -> None:
+        held_elsewhere(shared, 5.0)
+        clock.now += 5.0
+        self.wait(shared, 0.0).release()
+        assert not clock.sleeps
+
+    def test_a_lease_that_ends_when_the_calendar_does_has_ended(
+        self, shared: MemoryObject, clock: Clock
+    ) -> None:
+        held_elsewhere(shared, 5.0, expires=datetime(9999, 1, 1, tzinfo=UTC).timestamp())
+        self.wait(shared, 0.0).release()
+        held_elsewhere(shared, 5.0, expires=datetime(9998, 12, 31, tzinfo=UTC).timestamp())
+        with pytest.raises(StoreLocked, match="9998-12-31"):
+            self.wait(shared, 0.0)
+
+    def test_only_a_lease_that_is_longer_than_any_names_the_cure(
+        self, shared: MemoryObject, clock: Clock
+    ) -> None:
+        held_elsewhere(shared, 20.0)
+        with pytest.raises(StoreLocked) as refused:
+            self.wait(shared, 0.0)
+        assert "a clock was ahead" not in str(refused.value)
+        held_elsewhere(shared, 20.5)
+        with pytest.raises(StoreLocked, match="a clock was ahead"):
+            self.wait(shared, 0.0)
+
+    def test_the_note_says_until_when_and_for_how_long(self, shared: MemoryObject, clock: Clock) -> None:
+        lease = self.wait(shared, 0.0)
+        said = json.loads(shared.content or b"")
+        assert (said["expires"], said["seconds"]) == (clock.now + 10.0, 10.0)
+        assert said["pid"] == os.getpid()
+        lease.release()
+        assert json.loads(shared.content or b"")["expires"] == 0
+
+
+class TestRaces:
+    def test_another_writer_was_faster(self, shared: MemoryObject, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Between looking and taking."""
+        looks = iter([None])
+        look = shared.read
+        monkeypatch.setattr(shared, "read", lambda: next(looks, look()))
+        held_elsewhere(shared, LONG)
+        with pytest.raises(StoreLocked, match="process 7 on host far"):
+            Lease(shared, "s3://b", LONG)
+
+    def test_another_writer_was_faster_and_is_gone(
+        self, shared: MemoryObject, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def taken(content: bytes) -> str:
+            raise LeaseChanged
+
+        monkeypatch.setattr(shared, "create", taken)
+        with pytest.raises(StoreLocked, match=r"process unknown on host unknown.*an unknown time"):
+            Lease(shared, "s3://b", LONG)
+
+    def test_a_lease_whose_answer_was_lost_can_be_prolonged(self, shared: MemoryObject) -> None:
+        shared.answers_to_lose = 1
+        lease = Lease(shared, "s3://b", LONG)
+        before = shared.version
+        lease._prolong()
+        assert shared.version == before + 1
+        lease.release()
+        assert shared.version == before + 2
+
+
+class TestRenewing:
+    def test_at_a_third_of_its_length(self, shared: MemoryObject, monkeypatch: pytest.MonkeyPatch) -> None:
+        waits = queue.SimpleQueue[float | None]()
+
+        class Event(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                waits.put(timeout)
+                return super().wait(timeout)
+
+        monkeypatch.setattr(threading, "Event", Event)
+        lease = Lease(shared, "s3://b", LONG)
+        try:
+            while waits.get(timeout=60) != pytest.approx(LONG / 3):
+                pass
+        finally:
+            lease.release()
+
+    def test_it_ends_when_another_has_taken_over(self, shared: MemoryObject) -> None:
+        lease = Lease(shared, "s3://b", 0.1)
+        with shared.written:
+            held_elsewhere(shared, LONG)
+        lease._renewer.join(60)
+        assert not lease._renewer.is_alive()
+        with pytest.raises(StoreLocked, match="process 7 on host far"):
+            lease.renew()
+
+    def test_without_a_thread_to_renew_it_a_lease_is_given_back(
+        self, shared: MemoryObject, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            Lease(shared, "s3://b", LONG)
+        assert json.loads(shared.content or b"")["expires"] == 0
 
 
 def keep_on(lease: Lease) -> None:

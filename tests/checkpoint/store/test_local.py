@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,9 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.store.base import PARTIAL_PREFIX, check_name
-from holdfast.checkpoint.store.local import Files, LocalStore
-from holdfast.errors import StoreError, StoreLocked, UnsafeName
+from holdfast.checkpoint.store.local import Files, LocalStore, explain
+from holdfast.errors import (
+    AlreadyExists,
+    ObjectMissing,
+    StoreError,
+    StoreFull,
+    StoreLocked,
+    StoreUnreachable,
+    UnsafeName,
+)
 from holdfast.testing.crash import Journal, RecordingFiles, read_folder
+from holdfast.testing.faults import FaultyFiles
 from holdfast.testing.stores import content_of, names_in
 from tests.other_user import CAN_BE_ANOTHER, folder_of_everybody, tries_to_lock
 
@@ -173,6 +183,43 @@ class TestReading:
             with pytest.raises(StoreError, match="'chunk' is cut short: 10 bytes were expected, 4 found"):
                 reader.read()
 
+    def test_short_reads_lose_nothing(self, root: Path) -> None:
+        class SlowDisk(Files):
+            def preadv(self, handle: int, view: memoryview, offset: int) -> int:
+                return super().preadv(handle, view[:3], offset)
+
+        with LocalStore(root, create=True, files=SlowDisk()) as store:
+            store.put("chunk", [b"0123456789"])
+            with store.open("chunk") as reader:
+                assert reader.read(1, 8) == b"12345678"
+
+    def test_a_reader_closes_its_file_once(self, root: Path) -> None:
+        files = FaultyFiles("close", 2, errno.EIO)  # which says nothing about what was read
+        with LocalStore(root, create=True, files=files) as store:
+            store.put("chunk", [b"x"])
+            reader = store.open("chunk")
+            reader.close()
+            reader.close()
+            with pytest.raises(StoreError, match="it is closed"):
+                reader.read()
+        assert files.fired
+        assert files.calls["close"] == 2
+
+    def test_a_folder_in_place_of_an_object(self, store: LocalStore, root: Path) -> None:
+        (root / "manifests/3").mkdir(parents=True)
+        store.put("manifests/1", [b"x"])
+        assert store.misplaced("manifests/") == ["manifests/3"]
+        assert names_in(store) == ["manifests/1"]
+        with pytest.raises(ObjectMissing):
+            store.open("manifests/3")
+
+    def test_an_object_in_place_of_a_folder(self, store: LocalStore) -> None:
+        store.put("chunks", [b"x"])
+        with pytest.raises(ObjectMissing):
+            store.open("chunks/1")
+        assert names_in(store, "chunks/") == []
+        store.delete(["chunks/1"])
+
     def test_files_of_others_are_not_objects(self, store: LocalStore, root: Path) -> None:
         store.put("chunk", [b"x"])
         for stranger in (".DS_Store", "README.txt", "lost+found/x", f"{PARTIAL_PREFIX}0"):
@@ -193,6 +240,107 @@ class TestReading:
             LocalStore(tmp_path / "file", create=False)
         with pytest.raises(StoreError, match="could not open"):
             LocalStore(tmp_path / "file", create=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "cure"),
+    [
+        (errno.ENOSPC, StoreFull, "no space left to write x: free some"),
+        (errno.EDQUOT, StoreFull, "no space left to write x: free some"),
+        (errno.EROFS, StoreError, r"no permission to write x \(.*\): check its owner"),
+        (errno.EMLINK, StoreError, "could not write x: its file system has no hard links"),
+        (errno.EMFILE, StoreUnreachable, r"could not write x \(.*\): raise the limit on open files"),
+        (errno.ENETDOWN, StoreUnreachable, r"could not write x \(.*\): check the network"),
+        (errno.EIO, StoreError, r"could not write x \(Input/output error\): check the disk"),
+    ],
+)
+def test_an_error_says_what_to_do(code: int, kind: type[StoreError], cure: str) -> None:
+    explained = explain(OSError(code, os.strerror(code)), "write", "x")
+    assert type(explained) is kind
+    assert re.match(cure, str(explained))
+
+
+def test_an_error_without_a_number_is_quoted() -> None:
+    assert "(the store is closed)" in str(explain(OSError("the store is closed"), "read", "x"))
+
+
+class TestFailedSyncs:
+    class Disk(Files):
+        fails: str | None = None
+
+        def fsync_dir(self, path: str) -> None:
+            if path == self.fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().fsync_dir(path)
+
+    def test_a_folder_is_doubted_until_its_name_has_been_synced(self, root: Path) -> None:
+        files = self.Disk()
+        with LocalStore(root, create=True, files=files) as store:
+            for version in ("1", "2"):
+                files.fails = ""
+                store.put(f"chunks/{version}", [b"x"])
+                with pytest.raises(StoreError, match="Input/output error"):
+                    store.sync()
+                if version == "1":  # nobody can tell whether its name will survive a crash
+                    with pytest.raises(StoreError, match=r"'chunks' in .* could not be synced"):
+                        store.put("chunks/more", [b"x"])
+                    store.delete(["chunks/1"])
+                    store.put("chunks/again", [b"x"])  # in a folder that is made anew
+                else:  # it was synced before
+                    store.put("chunks/more", [b"x"])
+                files.fails = None
+                store.publish(f"manifest-{version}", b"m")
+
+    def test_what_could_not_be_synced_is_synced_by_the_next(self, root: Path) -> None:
+        journal = Journal()
+
+        class Disk(RecordingFiles):
+            fails = True
+
+            def fsync_dir(self, path: str) -> None:
+                if path == "a" and self.fails:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                super().fsync_dir(path)
+
+        files = Disk(journal)
+        with LocalStore(root, create=True, files=files) as store:
+            store.put("a/1", [b"x"])
+            store.put("b/1", [b"x"])
+            with pytest.raises(StoreError):
+                store.sync()
+            files.fails = False
+            store.sync()
+            store.sync()  # nothing is left
+        assert [op.path for op in journal.operations if op.kind == "fsync_dir"] == ["", "", "a", "b"]
+
+
+def test_what_a_folder_promises_beyond_the_contract(store: LocalStore) -> None:
+    assert store.keeps_open_files
+    assert store.publishes_exclusively
+    assert not store.may_publish_late
+
+
+def test_a_name_that_is_taken_is_found_before_anything_is_written(root: Path) -> None:
+    files = FaultyFiles("writev", 2, errno.EIO)
+    with LocalStore(root, create=True, files=files) as store:
+        store.put("chunk", [b"x"])
+        with pytest.raises(AlreadyExists, match="has an object 'chunk' already"):
+            store.put("chunk", [b"y"])
+    assert not files.fired
+
+
+def test_of_two_that_write_one_name_one_succeeds(root: Path) -> None:
+    """The link decides, not the look before."""
+
+    class Race(Files):
+        def exists(self, path: str) -> bool:
+            return False
+
+    with LocalStore(root, create=True, files=Race()) as store:
+        store.put("chunk", [b"x"])
+        with pytest.raises(AlreadyExists):
+            store.put("chunk", [b"y"])
+        assert content_of(store, "chunk") == b"x"
 
 
 class TestWriting:

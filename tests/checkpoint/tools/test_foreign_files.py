@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
+from holdfast.checkpoint.saving.publisher import Publisher
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.base import RESERVE_PREFIX
 from holdfast.checkpoint.tools.inspect import collect_garbage, leftover_files
@@ -77,7 +78,7 @@ def test_a_first_save_that_fails_clears_away_its_own(tmp_path: Path, monkeypatch
     put_files(tmp_path, LEFT)
     with hf.Checkpointer(tmp_path, Rows().objects) as ckpt:
         with monkeypatch.context() as broken:
-            broken.setattr(type(ckpt._writer), "_store_dense", lambda *_: os.fstat(-1))
+            broken.setattr(Publisher, "_store_dense", lambda *_: os.fstat(-1))
             ckpt.save(0)
             with pytest.raises(hf.SaveFailed):
                 ckpt.wait()

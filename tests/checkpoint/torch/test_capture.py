@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint.format.dense import TablePlace
-from holdfast.checkpoint.torch.capture import Capturer, Places
+from holdfast.checkpoint.torch.capture import Capturer, Places, copied_state
 from holdfast.kernels.rows import copy_ranges
 
 
@@ -203,6 +204,179 @@ def test_states_of_other_kinds_have_no_plan() -> None:
         capturer = Capturer("thing", thing)
         capturer.capture(Places({}, {}))
         assert capturer._plan is None
+
+
+class TestPlaces:
+    TENSOR = torch.arange(12.0).reshape(4, 3)
+    PLACE = TablePlace("t", "weight", (4, 3))
+
+    def test_a_tensor_or_one_that_shows_the_same_memory(self) -> None:
+        places = Places({}, {})
+        places.add(self.TENSOR, self.PLACE)
+        assert places.find(self.TENSOR) is self.PLACE
+        assert places.find(self.TENSOR.detach()) is self.PLACE
+        for other in (self.TENSOR.clone(), self.TENSOR.reshape(-1), self.TENSOR[:2], torch.zeros(0)):
+            assert places.find(other) is None
+
+    def test_two_names_of_the_same_memory_are_one_place(self) -> None:
+        places = Places({}, {})
+        alias, part = self.TENSOR.detach(), self.TENSOR[:2]
+        places.add(self.TENSOR, self.PLACE)
+        places.add(alias, TablePlace("u", "weight", (4, 3)))
+        assert places.find(alias) is self.PLACE
+        other = TablePlace("p", "weight", (2, 3))
+        places.add(part, other)
+        assert places.find(part) is other
+
+
+class TestCopies:
+    def copied(self, value: Any) -> Any:
+        return copied_state(value, Places({}, {}))
+
+    @pytest.mark.parametrize("value", [1, 1.5, True, "x", b"x", None, 1j, object(), range(3)])
+    def test_what_cannot_change_is_passed_on(self, value: Any) -> None:
+        assert self.copied(value) is value
+
+    @pytest.mark.parametrize(
+        "value",
+        [torch.ones(2), nn.Parameter(torch.ones(2)), np.ones(2)],
+        ids=["tensor", "parameter", "array"],
+    )
+    def test_tensors_and_arrays_are_copied(self, value: Any) -> None:
+        copied = self.copied(value)
+        with torch.no_grad():
+            value[0] = 7
+        assert copied.tolist() == [1, 1]
+
+    def test_containers_and_all_that_is_in_them(self) -> None:
+        inner = [torch.ones(1)]
+        value = {
+            "list": inner,
+            "tuple": (inner, 3),
+            "dict": {1: inner},
+            "set": {1},
+            "counter": Counter("aab"),
+        }
+        copied = self.copied(value)
+        assert type(copied["tuple"]) is tuple
+        assert type(copied["counter"]) is Counter
+        before = str(copied)
+        inner[0].zero_()
+        inner.append(torch.ones(2))
+        value["set"].add(2)  # type: ignore[attr-defined]
+        value["counter"].update("b")  # type: ignore[attr-defined]
+        assert str(copied) == before
+
+    def test_what_has_no_plain_memory_is_passed_on(self) -> None:
+        for value in (torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
+            assert self.copied(value) is value
+
+    def test_rows_are_only_named(self) -> None:
+        places = Places({}, {})
+        places.add(TestPlaces.TENSOR, TestPlaces.PLACE)
+        assert copied_state([TestPlaces.TENSOR], places) == [TestPlaces.PLACE]
+
+
+class TestPlans:
+    def test_a_plan_is_used_from_the_second_time_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+        plain = nn.Module.state_dict
+
+        def state_dict(module: nn.Module, **named: Any) -> Any:
+            asked.append(type(module).__name__)
+            return plain(module, **named)
+
+        run = Run()
+        run.train()
+        monkeypatch.setattr(nn.Module, "state_dict", state_dict)
+        for _ in range(4):
+            run.capturers[0].capture(run.places)
+        assert asked.count("Net") == 1
+
+    def test_other_places_make_another_plan(self) -> None:
+        run = Run()
+        run.train()
+        run.check()
+        first = run.capturers[0]._plan
+        run.places = Places({}, {})
+        run.check()
+        assert run.capturers[0]._plan is not first
+        assert "weight" not in str(run.capturers[0].capture(run.places)[0]()["table.weight"])
+
+    def test_failures_in_a_row_end_it(self) -> None:
+        """What changes every time is not worth a plan; what changes now and then is."""
+        run = Run()
+        run.train()
+        for _ in range(10):
+            run.check()
+            load(run)
+            run.train()
+            run.check()
+            run.train()
+            run.check()
+        assert run.has_plans() == [True, True]
+        for _ in range(3):
+            load(run)
+            run.check()
+        load(run)
+        run.check()
+        assert run.has_plans()[1] is False
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: nn.Linear(1, 1, dtype=torch.complex128),
+            lambda: nn.Linear(1, 1, device="meta"),
+            lambda: with_buffer(torch.ones(2, 3).t()),
+            lambda: with_buffer(torch.ones(3).to_sparse()),
+            lambda: with_buffer(torch._neg_view(torch.ones(3))),
+        ],
+    )
+    def test_tensors_that_cannot_be_copied_as_they_lie(self, make: Callable[[], nn.Module]) -> None:
+        capturer = Capturer("thing", make())
+        capturer.capture(Places({}, {}))
+        assert capturer._plan is None
+
+    @pytest.mark.parametrize("name", ["state_dict", "_save_to_state_dict"])
+    def test_methods_of_an_object_of_its_own(self, name: str) -> None:
+        module = nn.Linear(1, 1)
+        setattr(module, name, lambda *a, **k: {"x": 1})
+        capturer = Capturer("thing", module)
+        assert name != "state_dict" or capturer.capture(Places({}, {}))[0]() == {"x": 1}
+        capturer.capture(Places({}, {}))
+        assert capturer._plan is None
+
+    def test_optimizers_of_other_kinds(self) -> None:
+        class Odd(torch.optim.SGD):
+            def state_dict(self) -> Any:
+                return {"x": 1}
+
+        plain = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        plain.state[plain.param_groups[0]["params"][0]] = 3
+        own = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        own.state_dict = lambda: {"x": 1}  # type: ignore[method-assign]
+        hooked = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        hooked.register_state_dict_pre_hook(lambda optimizer: None)
+        for thing in (Odd([nn.Parameter(torch.ones(1))]), plain, own, hooked):
+            capturer = Capturer("thing", thing)
+            capturer.capture(Places({}, {}))
+            assert capturer._plan is None
+
+    def test_modules_with_extra_state(self) -> None:
+        class Extra(nn.Linear):
+            def get_extra_state(self) -> Any:
+                return {"x": 1}
+
+        capturer = Capturer("thing", Extra(1, 1))
+        for _ in range(2):
+            assert capturer.capture(Places({}, {}))[0]()["_extra_state"] == {"x": 1}
+        assert capturer._plan is None
+
+
+def with_buffer(buffer: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("b", buffer)
+    return module
 
 
 def test_ranges_are_copied_one_behind_the_other() -> None:

@@ -247,7 +247,7 @@ def test_threads_that_mark_at_once() -> None:
         tracker.mark("t", parts[0])
         end.wait()
         found.append(len(tracker.take()[0]))
-        tracker.settle()
+        tracker.confirm()
     thread.join()
     assert found == [rows] * _ROUNDS
 

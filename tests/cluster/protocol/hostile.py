@@ -138,11 +138,11 @@ def state_of(machine: Any) -> object:
     """What a dropped message must not change."""
     if not isinstance(machine, Server):
         return msgspec.to_builtins(machine.view), len(machine.outbox)
-    protection = machine.protection
+    protection = machine.replicator
     parities = () if protection is None else tuple(p.records.tobytes() for p in protection.parities.values())
     lanes = () if protection is None else tuple((s, lane.number) for s, lane in protection._in.items())
     missing = machine.recovery.left if machine.recovery is not None else 0
-    jobs = len(machine.rebuilding._jobs) if machine.rebuilding is not None else 0
+    jobs = len(machine.stripes._jobs) if machine.stripes is not None else 0
     return digest(machine.shards), parities, lanes, machine.marks(), machine.view, missing, jobs
 
 

@@ -21,25 +21,27 @@ GROUP = GroupPlan(
 PLACEMENT = Placement(2, 1, 1)
 
 
-def made(folder: Path, incarnation: int, batch: int = 0, cut: int = 0) -> tuple[Witness, GroupShard]:
+def made(
+    folder: Path, incarnation: int, flushes: int = 0, counts_until: int = 0
+) -> tuple[Witness, GroupShard]:
     witness = Witness(folder, Peer("server", 1, incarnation))
-    protection: Any = SimpleNamespace(batch=batch)
-    witness.protection, witness.cut = protection, cut
+    replicator: Any = SimpleNamespace(flushes=flushes)
+    witness.replicator, witness.counts_until = replicator, counts_until
     return witness, witness.shard(GROUP, PLACEMENT, 1, 7, empty=incarnation > 1)
 
 
 def test_rows_that_come_back_are_compared_with_those_that_were_lost(tmp_path: Path) -> None:
-    witness, dying = made(tmp_path, 1, batch=3)
+    witness, dying = made(tmp_path, 1, flushes=3)
     everything = np.arange(len(dying.records))
-    dying.push(everything[:6], np.ones((6, 3), np.float32))  # in batch 4
+    dying.push(everything[:6], np.ones((6, 3), np.float32))  # in flush 4
     assert np.array_equal(dying.records, _plain(6).records), "the same as in memory"
     kept = dying.records.copy()
-    assert witness.protection is not None
-    witness.protection.batch = 4
-    dying.push(everything[4:8], np.ones((4, 3), np.float32))  # in batch 5, which is not kept
+    assert witness.replicator is not None
+    witness.replicator.flushes = 4
+    dying.push(everything[4:8], np.ones((4, 3), np.float32))  # in flush 5, which is not kept
     del dying
 
-    witness, successor = made(tmp_path, 2, cut=4)
+    witness, successor = made(tmp_path, 2, counts_until=4)
     assert not successor.records.any()
     kept[9, 0] ^= 1
     successor.write(everything[:10], kept[:10])
@@ -50,9 +52,9 @@ def test_rows_that_come_back_are_compared_with_those_that_were_lost(tmp_path: Pa
     del successor
 
     # It dies in turn, before it had all rows: what it did not have cannot be compared.
-    witness, half = made(tmp_path, 3, cut=0)
+    witness, half = made(tmp_path, 3, counts_until=0)
     half.write(everything[:5], kept[:5])
-    witness, last = made(tmp_path, 4, cut=0)
+    witness, last = made(tmp_path, 4, counts_until=0)
     last.write(everything, kept)
     assert (witness.compared, witness.unequal) == (5, 0)
 

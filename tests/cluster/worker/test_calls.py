@@ -120,7 +120,7 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
     asked = PulledRows(call.request, (), not_installed=(1,))
     assert answers(asked) == [0.0], "the job begins"
     cut = Instant(1, (WorkerMark(0), WorkerMark(1, 1, int(pushed))), (0,))
-    calls.adopt([ServerInView(1, 2, "elsewhere", starts=True, cut=cut)])
+    calls.adopt([ServerInView(1, 2, "elsewhere", starts=True, counts_until=cut)])
     lacks = Lacks((1,))
     if not (pushed or resumed):
         assert answers(asked) == answers(lacks) == [0.0], "nothing has been learned yet"
@@ -130,7 +130,7 @@ def test_a_server_that_lost_the_network_gets_what_was_known_last(pushed: bool, r
     calls._copies.take(1, Copy(1, np.zeros(1, np.uint32), newest[:1], (3, 4)))
     assert answers(asked) == answers(lacks) == [7.0]
     calls.outbox.clear()
-    calls.adopt([ServerInView(1, 3, "elsewhere", starts=True, cut=cut)])
+    calls.adopt([ServerInView(1, 3, "elsewhere", starts=True, counts_until=cut)])
     assert sum(isinstance(e.message, Install) for e in calls.outbox) == 1, "not only when it asks"
 
 

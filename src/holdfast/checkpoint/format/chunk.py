@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.format.header import ALIGNMENT, describe, encode_header, json_bytes
 from holdfast.checkpoint.format.ids import decode_ids, encode_ids
 from holdfast.checkpoint.format.records import Field, Group, Rows
 from holdfast.errors import CorruptCheckpoint
@@ -36,12 +37,6 @@ OPEN = 2**31 - 1
 """The version in which a record dies that nothing has replaced yet."""
 LAST = 2**31 - 1
 """The rank of pieces whose rows no piece of lower rank may override."""
-ALIGNMENT = 64
-"""Pieces and their fields begin at multiples of it, like the memory that they are read to.
-
-A system copies what was read with one instruction, which some processors (AMD's with "fast short rep mov")
-take several times as long for where the address to is up to 31 bytes behind the one from, in their pages.
-"""
 LARGEST_HEADER = 64 << 20
 FORMAT = "1"
 _FIRST_FIELD = 4  # in Piece.lengths
@@ -152,18 +147,14 @@ def encode_file(pieces: Sequence[NewPiece], fields_of_group: Sequence[Sequence[F
         begin = at
         for name, field, length in zip(names, fields, piece.lengths, strict=True):
             if length or field is not None:
-                arrays[f"{number}.{name}"] = {
-                    "dtype": "U8" if field is None or field.codec is not None else field.dtype,
-                    "shape": _shape(piece, field, length),
-                    "data_offsets": [begin, begin + length],
-                }
+                dtype = "U8" if field is None or field.codec is not None else field.dtype
+                shape = _shape(piece, field, length)
+                arrays[f"{number}.{name}"] = describe(dtype, shape, begin, begin + length)
             begin += length
         parts += buffers
         at += piece.length
-    arrays["__metadata__"] = {"holdfast": FORMAT, "pieces": json.dumps([_pack(p) for p in described])}
-    text = json.dumps(arrays, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
+    metadata = {"holdfast": FORMAT, "pieces": json.dumps([_pack(p) for p in described])}
+    header = encode_header(arrays, metadata)
     return Encoded([header, *parts], len(header) + at, len(header), checksum(header), tuple(described))
 
 
@@ -220,7 +211,7 @@ def _encode_versions(versions: int | NDArray[np.int32]) -> tuple[int, int, NDArr
 def decode_header(data: bytes, where: str) -> tuple[Piece, ...]:
     """The pieces that a header describes. ``data`` is the whole header, its checksum already checked."""
     try:
-        size = int.from_bytes(data[:8], "little")
+        size = json_bytes(data)
         if size != len(data) - 8:
             raise ValueError(f"the header says {size} bytes and has {len(data) - 8}")
         header = json.loads(data[8:])

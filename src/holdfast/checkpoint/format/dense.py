@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.chunk import FORMAT, LARGEST_HEADER, checksum
+from holdfast.checkpoint.format.header import describe, encode_header, json_bytes
 from holdfast.checkpoint.format.records import ELEMENT_BYTES
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 
@@ -140,17 +141,16 @@ def encode_tree(tree: Any) -> list[Any]:
     at = 0
     for name, array in ordered:
         end = at + array.data.nbytes
-        described[name] = {"dtype": array.dtype, "shape": list(array.shape), "data_offsets": [at, end]}
+        described[name] = describe(array.dtype, array.shape, at, end)
         at = end
     metadata = {"holdfast": FORMAT, "checksum": _header_checksum(described, text), "tree": text}
-    header = json.dumps({"__metadata__": metadata, **described}, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
+    header = encode_header(described, metadata)
     if len(header) > LARGEST_HEADER:
         raise UnsupportedState(
             f"the state has {len(header)} bytes outside of arrays, expected at most {LARGEST_HEADER}: "
             "keep long lists of numbers in NumPy arrays or tensors"
         )
-    return [len(header).to_bytes(8, "little") + header, *(a.data for _, a in ordered if a.data.nbytes)]
+    return [header, *(a.data for _, a in ordered if a.data.nbytes)]
 
 
 def decode_tree(data: bytes | memoryview, where: str) -> Any:
@@ -161,7 +161,7 @@ def decode_tree(data: bytes | memoryview, where: str) -> Any:
     """
     try:
         view = memoryview(data).cast("B")
-        size = int.from_bytes(view[:8], "little")
+        size = json_bytes(view)
         if len(view) < 8 or size > min(len(view) - 8, LARGEST_HEADER):
             raise ValueError(f"a header of {size} bytes in a file of {len(view)}")
         described = json.loads(bytes(view[8 : 8 + size]))

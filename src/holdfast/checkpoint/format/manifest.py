@@ -65,6 +65,30 @@ class FileEntry(Struct, frozen=True, omit_defaults=True):
     moved to other files, or belong to no version that was kept."""
 
 
+class FileChange(Struct, frozen=True):
+    """What a manifest must say of files that a shard has written, and of those that they replace."""
+
+    added: tuple[FileEntry, ...] = ()
+    removed: tuple[str, ...] = ()
+    """Files that are no longer needed."""
+    updated: tuple[FileEntry, ...] = ()
+    """New entries of files that stay."""
+    written: tuple[tuple[int, int], ...] = ()
+    """(group, rows) of each piece of the added files."""
+    replaced: tuple[tuple[int, int, int], ...] = ()
+    """(version, group, how many) of records that versions from this one on no longer read."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the added files."""
+        return sum(f.bytes for f in self.added)
+
+    @property
+    def rows(self) -> int:
+        """Rows in the added files."""
+        return sum(f.rows for f in self.added)
+
+
 class DenseEntry(Struct, frozen=True):
     """The file with the dense state."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import mmap
 import os
@@ -11,11 +10,13 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.dense import DENSE_ELEMENT_BYTES
+from holdfast.checkpoint.format.header import describe, encode_header
 from holdfast.errors import ConfigError, StoreError
 
 _LARGEST_HEADER = 100_000_000  # readers of safetensors refuse more
@@ -136,24 +137,19 @@ def _sync_folder(folder: Path) -> None:
 def _layout(specs: Sequence[Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     # Whole words first, then by element: so each tensor is aligned though the format allows no gaps.
     ordered = sorted(specs, key=lambda s: (s.bytes % 8 != 0, -DENSE_ELEMENT_BYTES[s.dtype]))
-    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    described: dict[str, dict[str, Any]] = {}
     places: dict[str, tuple[int, int]] = {}
     at = 0
     for spec in ordered:
         if spec.name in places:
             raise ValueError(f"two tensors are named {spec.name}")
         places[spec.name] = (at, at + spec.bytes)
-        described[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [at, at + spec.bytes],
-        }
+        described[spec.name] = describe(spec.dtype, spec.shape, at, at + spec.bytes)
         at += spec.bytes
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)
-    if len(text) > _LARGEST_HEADER:
+    header = encode_header(described, metadata)
+    if len(header) > _LARGEST_HEADER:
         raise ConfigError(
-            f"the state has {len(text)} bytes outside of tensors, and a safetensors file takes at most "
+            f"the state has {len(header)} bytes outside of tensors, and a safetensors file takes at most "
             f"{_LARGEST_HEADER}: export one object alone"
         )
-    return len(text).to_bytes(8, "little") + text, places
+    return header, places

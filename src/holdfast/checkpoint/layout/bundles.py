@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from holdfast.checkpoint.format.chunk import Index, NewPiece, Piece, encode_file
-from holdfast.checkpoint.format.manifest import FileEntry, FileKind
+from holdfast.checkpoint.format.manifest import FileChange, FileEntry, FileKind
 from holdfast.checkpoint.format.records import Group, RowIds, Rows
 from holdfast.checkpoint.reading.stretches import STRETCH_BYTES, open_file
 from holdfast.checkpoint.store import Store
@@ -29,7 +29,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreChange:
+class ShardChange:
     """Files that a shard has written, and those that they replace; takes effect with a manifest."""
 
     version: int
@@ -42,25 +42,11 @@ class StoreChange:
     replaced: tuple[tuple[int, int, int], ...] = ()
     """(version, group, how many) of records of which the files now say that they died in that version."""
 
-    @property
-    def added(self) -> tuple[FileEntry, ...]:
-        """The manifest entries of the new files."""
-        return tuple(f.entry for f in self.files)
-
-    @property
-    def written(self) -> tuple[tuple[int, int], ...]:
-        """(group, rows) of each piece that was written."""
-        return tuple((piece.group, piece.rows) for file in self.files for piece in file.pieces)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that were written."""
-        return sum(f.bytes for f in self.added)
-
-    @property
-    def rows(self) -> int:
-        """Rows that were written."""
-        return sum(f.rows for f in self.added)
+    def for_manifest(self) -> FileChange:
+        """The change as the manifest records it."""
+        written = tuple((piece.group, piece.rows) for file in self.files for piece in file.pieces)
+        added = tuple(file.entry for file in self.files)
+        return FileChange(added, self.removed, self.updated, written, self.replaced)
 
 
 class FileWriter:
@@ -87,7 +73,7 @@ class FileWriter:
             self._write_file(store, version, kind, bundle) for bundle in self._bundles(pieces, limit)
         )
 
-    def cut(self, piece: NewPiece) -> list[NewPiece]:
+    def split(self, piece: NewPiece) -> list[NewPiece]:
         """The same records in pieces that are read in one stretch each; none for no records."""
         step = max(1, STRETCH_BYTES // max(self.groups[piece.group].record_bytes + 8, 1))
         if 0 < len(piece.rows) <= step:

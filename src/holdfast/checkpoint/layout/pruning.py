@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from holdfast.checkpoint.format.chunk import NewPiece, check_piece, decode_piece
-from holdfast.checkpoint.format.manifest import FileEntry
+from holdfast.checkpoint.format.manifest import FileChange, FileEntry
 from holdfast.checkpoint.format.records import Group, Rows
 from holdfast.checkpoint.layout import rounds
-from holdfast.checkpoint.layout.bundles import FileWriter, StoreChange, read_indexes
+from holdfast.checkpoint.layout.bundles import FileWriter, ShardChange, read_indexes
 from holdfast.checkpoint.reading.stretches import open_file
 from holdfast.checkpoint.store import Store
 
@@ -36,7 +36,7 @@ def is_prunable(
 
 def prune(
     store: Store, entry: FileEntry, groups: Sequence[Group], kept_versions: Sequence[int]
-) -> StoreChange:
+) -> FileChange:
     """Rewrite a history file without the records that no kept version needs.
 
     Each of its records says when it died, so nothing else has to be read.
@@ -57,4 +57,4 @@ def prune(
                 pieces.append(NewPiece(piece.group, piece.rank, lives.rows, lives.born, lives.died))
     version = int(kept[-1])
     written = FileWriter(entry.shard, groups).write(store, version, "history", pieces)
-    return StoreChange(version, "round", written, (entry.name,))
+    return ShardChange(version, "round", written, (entry.name,)).for_manifest()

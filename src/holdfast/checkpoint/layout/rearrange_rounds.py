@@ -12,7 +12,7 @@ from holdfast.checkpoint.format.chunk import OPEN, NewPiece, check_piece, decode
 from holdfast.checkpoint.format.manifest import Era, FileEntry
 from holdfast.checkpoint.format.records import Field, Group, RowIds, Rows, join_rows
 from holdfast.checkpoint.layout import rounds
-from holdfast.checkpoint.layout.bundles import FileWriter, StoreChange, Written, read_indexes
+from holdfast.checkpoint.layout.bundles import FileWriter, ShardChange, Written, read_indexes
 from holdfast.checkpoint.reading.stretches import open_file
 from holdfast.checkpoint.store import Store
 from holdfast.options import Chunked
@@ -57,7 +57,7 @@ class Rounds:
         self._files.clear()
         self._where = [np.zeros(g.rows, np.int32) for g in self.groups]
 
-    def note_written(self, change: StoreChange) -> None:
+    def note_written(self, change: ShardChange) -> None:
         """Record a change that a durable manifest contains."""
         removed = set(change.removed)
         self._files = {n: f for n, f in self._files.items() if f.entry.name not in removed}
@@ -66,7 +66,7 @@ class Rounds:
                 version = change.version if change.kind == "increment" else None
                 self._note_open(file, version)
 
-    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> StoreChange | None:
+    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
         """Run a round if one is due and some file is worth it; or give back what nobody needs."""
         files = list(self._files.values())
         round_is_due = (version - self._base) % self.strategy.round_versions == 0
@@ -130,7 +130,7 @@ class Rounds:
 
     def _run_round(
         self, store: Store, version: int, taken: Sequence[_OpenFile], kept_versions: Sequence[int]
-    ) -> StoreChange:
+    ) -> ShardChange:
         kept = np.asarray(kept_versions, np.int32)
         live: list[NewPiece] = []
         history: list[NewPiece] = []
@@ -144,11 +144,11 @@ class Rounds:
                 lives = lives.take(needed)
             arranged = rounds.arrange(number, lives, version, self._base, self.strategy.round_versions)
             for target, pieces in zip((live, history), arranged, strict=True):
-                target += [part for piece in pieces for part in self._writer.cut(piece)]
+                target += [part for piece in pieces for part in self._writer.split(piece)]
         live_files = self._writer.write(store, version, "live", live)
         history_files = self._writer.write(store, version, "history", history)
         removed = tuple(file.entry.name for file in taken)
-        return StoreChange(version, "round", live_files + history_files, removed, replaced=tuple(replaced))
+        return ShardChange(version, "round", live_files + history_files, removed, replaced=tuple(replaced))
 
     def _take_records(self, store: Store, group: int, taken: Sequence[_OpenFile]) -> rounds.Lives:
         """All records of a group in these files, with when each was born and died."""

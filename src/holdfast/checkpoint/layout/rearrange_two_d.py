@@ -19,7 +19,7 @@ from holdfast.checkpoint.format.manifest import Era, FileEntry, is_needed
 from holdfast.checkpoint.format.records import Group, RowIds, Rows, join_rows
 from holdfast.checkpoint.layout import two_d
 from holdfast.checkpoint.layout.bloom import Bloom
-from holdfast.checkpoint.layout.bundles import FileWriter, StoreChange, Written
+from holdfast.checkpoint.layout.bundles import FileWriter, ShardChange, Written
 from holdfast.checkpoint.layout.two_d import Chunk, ChunkList, Key, Place
 from holdfast.checkpoint.reading.stretches import by_size, open_file
 from holdfast.checkpoint.store import Store
@@ -51,7 +51,7 @@ class TwoD:
         self._files.clear()
         self._new = 0, {}
 
-    def note_written(self, change: StoreChange) -> None:
+    def note_written(self, change: ShardChange) -> None:
         """Record a change that a durable manifest contains."""
         dead = {(entry.name, number) for entry in change.updated for number in entry.dead_pieces}
         gone = {
@@ -61,14 +61,16 @@ class TwoD:
         }
         for name in change.removed:
             del self._files[name]
-        self._files.update((entry.name, entry) for entry in (*change.updated, *change.added))
+        self._files.update(
+            (entry.name, entry) for entry in (*change.updated, *(f.entry for f in change.files))
+        )
         written = [(_chunk(places, ids), ids) for places, ids in _chunks_of(change.files)]
         if change.kind == "increment":
             self.chunks = self.chunks.with_column(change.version)
             self._new = change.version, {chunk.group: ids for chunk, ids in written}
         self.chunks = self.chunks.with_chunks((chunk for chunk, _ in written), without=gone)
 
-    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> StoreChange | None:
+    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
         """Run the round of a version: compare its rows with row 0, and take out what it replaces."""
         new_version, new = self._new
         # Compared once or not at all: a round that fails is one whose filters passed everything over.
@@ -82,7 +84,7 @@ class TwoD:
         files = self._rewrite(store, version, rewritten, taken, kept_versions)
         removed, updated = self._what_stays(gone | {chunk.key for chunk in rewritten})
         replaced = tuple((version, key[0], int(np.count_nonzero(mask))) for key, mask in taken.items())
-        return StoreChange(version, "round", files, removed, updated, replaced)
+        return ShardChange(version, "round", files, removed, updated, replaced)
 
     def resume(self, store: Store, era: Era) -> None:
         """Rebuild the list from the files of an era: row 0's ids are read, of other rows the headers only."""
@@ -146,7 +148,7 @@ class TwoD:
 
     def _pieces(self, chunk: Chunk, rows: Rows, died: int) -> list[NewPiece]:
         # The rank is the column: see the argument in two_d.py.
-        return self._writer.cut(NewPiece(chunk.group, chunk.born, rows, chunk.born, died))
+        return self._writer.split(NewPiece(chunk.group, chunk.born, rows, chunk.born, died))
 
     def _what_stays(self, gone: Collection[Key]) -> tuple[tuple[str, ...], tuple[FileEntry, ...]]:
         """Files of which nothing is needed without some chunks; and what to say of those that stay."""

@@ -7,19 +7,49 @@ what changed; only the catalog, which sees all shards, makes it count. Nothing h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from holdfast.checkpoint.format.chunk import OPEN, NewPiece
 from holdfast.checkpoint.format.manifest import Era
 from holdfast.checkpoint.format.records import Group, RowIds, Rows
-from holdfast.checkpoint.layout.bundles import FileWriter, StoreChange, read_indexes
-from holdfast.checkpoint.layout.rearrange import Rearranger
+from holdfast.checkpoint.layout.bundles import FileWriter, ShardChange, read_indexes
 from holdfast.checkpoint.layout.rearrange_rounds import Rounds
 from holdfast.checkpoint.layout.rearrange_two_d import TwoD
 from holdfast.checkpoint.store import Store
 from holdfast.options import Chunked, Differential, Full, Incremental
 
 __all__ = ["Shard", "read_indexes"]
+
+
+class Rearranger(Protocol):
+    """Moves the records of an era about in the background, so that restores find less in their way.
+
+    One for each layout of ``Chunked``, in ``rearrange_rounds`` and ``rearrange_two_d``. It knows files; what
+    goes where is decided by its pure part, ``rounds`` and ``two_d``. Called by ``Shard`` only:
+
+    1. ``begin`` at every baseline, or ``resume`` for an era that another process wrote.
+    2. ``note_written`` for every change that a durable manifest holds, its own ones included.
+    3. ``tidy`` after a version was committed and noted. What it returns may fail to be committed: until it
+       is noted, nothing has changed.
+    """
+
+    def begin(self, base: int) -> None:
+        """Start an era: a baseline has been written."""
+
+    def resume(self, store: Store, era: Era) -> None:
+        """Continue an era that another process wrote."""
+
+    def note_written(self, change: ShardChange) -> None:
+        """Record a change that a durable manifest contains."""
+
+    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
+        """Write rearranged files; None if there is nothing to do.
+
+        ``kept_versions`` are those that must stay restorable, ascending, this one included.
+        """
+
+    def live_bytes(self) -> int:
+        """Bytes beyond the baseline that a restore of the newest version reads."""
 
 
 class Shard:
@@ -67,7 +97,7 @@ class Shard:
         *,
         baseline: bool,
         check: Callable[[], None] = lambda: None,
-    ) -> StoreChange:
+    ) -> ShardChange:
         """Write rows (of which group, which) as the files of a version; of a group in ascending order.
 
         ``check`` is called before each piece, at least once between two files: what it raises ends this.
@@ -83,14 +113,14 @@ class Shard:
                     born=version,
                     died=version + 1 if differential else OPEN,  # the next one repeats all of its rows
                 )
-                for part in self._files.cut(piece):
+                for part in self._files.split(piece):
                     check()
                     yield part
 
         kind: Literal["baseline", "increment"] = "baseline" if baseline else "increment"
-        return StoreChange(version, kind, self._files.write(store, version, kind, pieces()))
+        return ShardChange(version, kind, self._files.write(store, version, kind, pieces()))
 
-    def apply(self, change: StoreChange) -> None:
+    def apply(self, change: ShardChange) -> None:
         """A manifest with this change is durable: it is now part of the store."""
         if change.kind == "baseline":
             self.base = change.version
@@ -99,7 +129,7 @@ class Shard:
         elif self._rearranger is not None:
             self._rearranger.note_written(change)
 
-    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> StoreChange | None:
+    def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
         """Write rearranged files after a version was committed; None if there is nothing to do.
 
         ``kept_versions`` are those that must stay restorable, ascending, this one included.

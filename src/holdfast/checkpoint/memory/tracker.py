@@ -80,7 +80,7 @@ class Tracker:
     """The rows that have changed since the last durable version.
 
     The calls: ``mark`` and ``suspect`` as training goes on; ``take`` at a snapshot, which starts a new
-    generation and keeps the old one; then ``settle`` when the snapshot is durable, or ``give_back`` when it
+    generation and keeps the old one; then ``confirm`` when the snapshot is durable, or ``give_back`` when it
     failed. Between those, rows may be marked in both generations: that is what makes the next version whole.
     Any thread may call any of them.
 
@@ -152,7 +152,7 @@ class Tracker:
         """
         with self._lock:
             if self._taken is not None:
-                raise RuntimeError("the last snapshot has neither been settled nor given back")
+                raise RuntimeError("the last snapshot has neither been confirmed nor given back")
             self._mark_suspects(find)
             found = [c.ids_in(space) for c, space in zip(self._changed, self._spaces, strict=True)]
             # This comes first, so that an interrupt loses no mark.
@@ -201,7 +201,7 @@ class Tracker:
         begin, end = np.searchsorted(ids, [place.first, place.first + place.rows])
         return ids[begin:end] - place.first
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """The last snapshot is durable."""
         with self._lock:
             self._taken = None

@@ -132,10 +132,10 @@ def by_size(items: Iterable[Item], bytes_of: Callable[[Item], int], most_bytes: 
         yield together
 
 
-def batches(
+def in_turns(
     pieces: Sequence[tuple[OpenFile, Piece]],
 ) -> Iterator[tuple[bool, list[tuple[OpenFile, Piece]]]]:
-    """Pieces by ascending rank, in as few batches as can be; whether several files take turns in it.
+    """Pieces by ascending rank, in as few runs as possible; of each, whether several files take turns in it.
 
     They do where one file has ranks between those of another.
     """

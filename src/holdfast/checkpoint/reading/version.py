@@ -1,52 +1,32 @@
 """Read a version: select its pieces, order them, and read them in few long reads.
 
-The main path is ``VersionReader.read_rows``. Into live tables, several threads read, check, decode and write
-stretches of files (``_load``). For anybody else a thread reads and checks the next stretch while this one
-decodes the last and hands its rows on (``_in_order``); where files take turns, as bundles of several columns
-do, they are read as a whole before.
+The main path is ``VersionReader.read_rows``: into live tables by ``pipelines.load_rows``, to anybody else by
+``pipelines.hand_on_rows``.
 """
 
 from __future__ import annotations
 
 import resource
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from holdfast.checkpoint.format import chunk
-from holdfast.checkpoint.format.chunk import DecodedPiece, Piece
+from holdfast.checkpoint.format.chunk import Piece
 from holdfast.checkpoint.format.manifest import Era, FileEntry, Manifest, Version, read_newest
 from holdfast.checkpoint.format.records import Group
 from holdfast.checkpoint.reading.coverage import Coverage
 from holdfast.checkpoint.reading.loader import Decoder, RowLoader, Sink
-from holdfast.checkpoint.reading.stretches import (
-    STRETCH_BYTES,
-    OpenFile,
-    Stretch,
-    Turns,
-    batches,
-    open_file,
-    read_checked,
-    read_stretch,
-    run_all,
-    stretches,
-    thread_buffer,
-)
+from holdfast.checkpoint.reading.pipelines import Selection, hand_on_rows, load_rows
+from holdfast.checkpoint.reading.stretches import OpenFile, open_file
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.base import ReadRequest
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 
 MOST_OPEN = 256
 """Files of a version that are held open: a quarter of what a process may have in all, as a rule."""
-_AHEAD = 3
 _MOST_COUNTED = 1 << 28  # rows
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
@@ -83,7 +63,6 @@ class VersionReader:
         self.groups = tuple(g.live() for g in self.stored_groups if g.raw_rows_of is None)
         """As ``read_rows`` hands them on."""
         self.bytes_read = 0
-        self.pieces_read = 0
         self._is_whole = True
         self._stack = ExitStack()
         self.files: list[OpenFile] = []
@@ -121,16 +100,6 @@ class VersionReader:
         ]
         return sorted(needed, key=lambda pair: pair[1].rank)
 
-    def _split(
-        self, pieces: Sequence[tuple[OpenFile, Piece]]
-    ) -> tuple[list[tuple[OpenFile, Piece]], list[tuple[OpenFile, Piece]]]:
-        """The pieces, and apart from them those with rows that no codec could hold: these are for the end."""
-        raw = [self.stored_groups[piece.group].raw_rows_of is not None for _, piece in pieces]
-        return (
-            [pair for pair, is_raw in zip(pieces, raw, strict=True) if not is_raw],
-            [pair for pair, is_raw in zip(pieces, raw, strict=True) if is_raw],
-        )
-
     def dense(self) -> bytes:
         """The verified bytes of the dense part."""
         entry = self.version.dense
@@ -162,12 +131,13 @@ class VersionReader:
         pieces = self.pieces(baseline=baseline, born_after=born_after)
         all_of_it = baseline and not born_after and self._is_whole
         coverage = self._check_headers(pieces) if all_of_it else None
+        chosen = Selection(self.stored_groups, self.version.version, born_after, coverage)
         if isinstance(sink, RowLoader):
             target: RowLoader | Decoder = sink
-            self._load(sink, pieces, born_after, on_progress, coverage)
+            self.bytes_read += load_rows(sink, pieces, chosen, on_progress)
         else:
             target = Decoder(sink)
-            self._hand_on(target, pieces, born_after, on_progress, coverage)
+            self.bytes_read += hand_on_rows(target, pieces, chosen, on_progress)
         if coverage is not None:
             coverage.finish()
         for number, ids in target.missing_raw().items():
@@ -202,73 +172,6 @@ class VersionReader:
         coverage.check(at_most=at_most)
         return coverage
 
-    def _hand_on(
-        self,
-        decoder: Decoder,
-        pieces: Sequence[tuple[OpenFile, Piece]],
-        born_after: int,
-        on_progress: Callable[[int], None],
-        coverage: Coverage | None,
-    ) -> None:
-        done = 0
-        for decoded in (piece for part in self._split(pieces) for piece in self._in_order(part)):
-            positions = decoded.positions_at(self.version.version, born_after)
-            if coverage is not None and coverage.wants(decoded.piece):
-                coverage.note(decoded.piece, decoded.rows.ids, positions)
-            if positions is None or len(positions):
-                group = decoded.piece.group
-                decoder.load(self.stored_groups[group], group, decoded.rows, positions)
-            done += decoded.piece.length
-            on_progress(done)
-
-    def _load(
-        self,
-        loader: RowLoader,
-        pieces: Sequence[tuple[OpenFile, Piece]],
-        born_after: int,
-        on_progress: Callable[[int], None],
-        coverage: Coverage | None,
-    ) -> None:
-        """Several threads read pieces and write them into live tables, those of lower rank first."""
-        done = 0
-        for part in self._split(pieces):
-            turns = Turns(stretches(part), lambda loaded, before=done: on_progress(before + loaded))  # type: ignore[misc]
-
-            def load(stretch: Stretch, turns: Turns = turns) -> None:
-                writes = [
-                    self._write(loader, piece, data, stretch.file.where, born_after, coverage)
-                    for piece, data in read_checked(stretch, thread_buffer(stretch.bytes))
-                ]
-                turns.wait(stretch.rank)
-                for write in writes:
-                    write()
-                turns.finish(stretch)
-
-            run_all(load, turns.stretches, on_error=turns.give_up)
-            done += turns.loaded
-            self.pieces_read += len(part)
-        self.bytes_read += done
-
-    def _write(
-        self,
-        loader: RowLoader,
-        piece: Piece,
-        data: NDArray[np.uint8],
-        where: str,
-        born_after: int,
-        coverage: Coverage | None,
-    ) -> Callable[[], None]:
-        """Decode a piece; what is returned writes those of its rows that belong to the version."""
-        group = self.stored_groups[piece.group]
-        if piece.is_run and not group.is_coded and group.raw_rows_of is None:
-            fields = chunk.decode_fields(piece, data, group.fields)
-            return partial(loader.tables.fill, piece.group, piece.first_id, fields)
-        decoded = chunk.decode_piece(piece, data, group.fields, where)
-        positions = decoded.positions_at(self.version.version, born_after)
-        if coverage is not None and coverage.wants(piece):
-            coverage.note(piece, decoded.rows.ids, positions)
-        return partial(loader.load, group, piece.group, decoded.rows, positions)
-
     def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
         """Read and check every byte that the version needs, and count its rows; how many bytes there were."""
         self.read_rows(lambda group, rows: None, on_progress=on_progress)
@@ -278,48 +181,6 @@ class VersionReader:
     def total_bytes(self) -> int:
         """How many bytes ``read_rows`` reads."""
         return sum(piece.length for _, piece in self.pieces())
-
-    def _in_order(self, pieces: Sequence[tuple[OpenFile, Piece]]) -> Iterator[DecodedPiece]:
-        """Pieces by ascending rank, read in long stretches."""
-        for interleaved, batch in batches(pieces):
-            if not interleaved:
-                yield from self._decode(stretches(batch))
-                continue
-            # By rank, every read would be of another file. By file they are long, if all of it is in memory
-            # before any is handed on.
-            whole = list(self._decode(stretches(batch, by_file=True), reuse=False))
-            whole.sort(key=lambda decoded: decoded.piece.rank, reverse=True)
-            while whole:
-                yield whole.pop()
-
-    def _decode(self, wanted: Iterator[Stretch], *, reuse: bool = True) -> Iterator[DecodedPiece]:
-        """Decode in the order of reading. With ``reuse`` a piece is valid until the next one is asked for."""
-        free: list[NDArray[np.uint8]] = []
-        under_way: deque[tuple[Stretch, NDArray[np.uint8], Future[list[DecodedPiece]]]] = deque()
-
-        def finish() -> Iterator[DecodedPiece]:
-            stretch, buffer, future = under_way.popleft()
-            yield from future.result()
-            self.bytes_read += stretch.bytes
-            self.pieces_read += len(stretch.pieces)
-            if reuse and len(buffer) == STRETCH_BYTES:
-                free.append(buffer)  # its rows have been handed on
-
-        with ThreadPoolExecutor(1, "holdfast-read") as pool:
-            try:
-                for stretch in wanted:
-                    size = stretch.bytes
-                    least = STRETCH_BYTES if reuse else 0
-                    buffer = free.pop() if free and size <= least else np.empty(max(size, least), np.uint8)
-                    future = pool.submit(read_stretch, stretch, self.stored_groups, buffer[:size])
-                    under_way.append((stretch, buffer, future))
-                    if len(under_way) > _AHEAD:
-                        yield from finish()
-                while under_way:
-                    yield from finish()
-            finally:
-                for _, _, future in under_way:
-                    future.cancel()
 
     def close(self) -> None:
         """Close the files."""
@@ -361,7 +222,7 @@ def open_version(store: Store, version: int | None = None, manifest: Manifest | 
 def find_version(manifest: Manifest, version: int | None, url: str) -> Version:
     """A version of a manifest by number; the newest for None."""
     if not manifest.versions:
-        raise NoSuchVersion(f"{url} has no version")
+        raise NoSuchVersion(f"{url} has no versions")
     if version is None:
         return manifest.versions[-1]
     for candidate in manifest.versions:

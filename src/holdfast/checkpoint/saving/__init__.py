@@ -1,1 +1,1 @@
-"""A save from the trainer's call to a durable version."""
+"""The life cycle of a save: ``schedule`` (when), ``shard_rows``, ``publisher`` and ``catalog``."""

@@ -29,13 +29,21 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from types import MappingProxyType
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import msgspec
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.chunk import OPEN, checksum
-from holdfast.checkpoint.format.manifest import DATA_FOLDERS, EMPTY, FORMAT, Era, FileEntry, Manifest, Version
+from holdfast.checkpoint.format.manifest import (
+    DATA_FOLDERS,
+    EMPTY,
+    FORMAT,
+    Era,
+    FileChange,
+    Manifest,
+    Version,
+)
 from holdfast.checkpoint.format.records import Group
 from holdfast.checkpoint.store import Store
 from holdfast.errors import (
@@ -54,30 +62,6 @@ log = logging.getLogger("holdfast.checkpoint")
 # An object store cannot keep an open file for a restore that is under way: it gets this long.
 _REMOTE_DELETION_DELAY_SECONDS = 600.0
 _TRIES = 100
-
-
-class FileChange(Protocol):
-    """What changes in the files of a shard, as ``bundles.Change`` says it."""
-
-    @property
-    def added(self) -> tuple[FileEntry, ...]:
-        """New files."""
-
-    @property
-    def removed(self) -> tuple[str, ...]:
-        """Files of which nothing is needed any more."""
-
-    @property
-    def updated(self) -> tuple[FileEntry, ...]:
-        """What is to be said from now on of files that stay."""
-
-    @property
-    def written(self) -> tuple[tuple[int, int], ...]:
-        """(group, rows) of what is in new files."""
-
-    @property
-    def replaced(self) -> tuple[tuple[int, int, int], ...]:
-        """(version, group, how many) of records that versions from this one on no longer read."""
 
 
 class Catalog:

@@ -5,7 +5,7 @@
 manifest, and then, with no save waiting for it, lets the shard rearrange its files.
 
 A save may be cancelled by the next one until its manifest is about to be published: the trainer sets a flag,
-at which the background looks between files and blocks (``_Outcome.check``).
+at which the background looks between files and blocks (``Cancellation``).
 
 Who touches what: the tracker's bits belong to the trainer's thread alone, catalog and shard to the
 background's while a save is under way. What became of a save is picked up by the trainer's next call.
@@ -14,30 +14,28 @@ background's while a save is under way. What became of a save is picked up by th
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.background import Background, Latch
-from holdfast.checkpoint.format.chunk import checksum
 from holdfast.checkpoint.format.encoding import Encoder
-from holdfast.checkpoint.format.manifest import DenseEntry, Era, Version
+from holdfast.checkpoint.format.manifest import Era, Version
 from holdfast.checkpoint.format.records import Bytes2D, Group, Rows
-from holdfast.checkpoint.layout.baselines import Baselines
-from holdfast.checkpoint.layout.bundles import StoreChange
+from holdfast.checkpoint.layout.bundles import ShardChange
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.memory.live import Gather, LiveTables
 from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
-from holdfast.checkpoint.memory.tracker import FindChanged, RowSet, Tracker
+from holdfast.checkpoint.memory.tracker import FindChanged, Tracker
 from holdfast.checkpoint.saving.catalog import Catalog
+from holdfast.checkpoint.saving.publisher import NewVersion, Publisher
+from holdfast.checkpoint.saving.shard_rows import Cancellation, IncrementRows, SaveCancelled, write_rows
 from holdfast.checkpoint.store import Store
 from holdfast.errors import (
     CheckpointError,
@@ -50,17 +48,31 @@ from holdfast.errors import (
     message_of,
 )
 from holdfast.events import EventLog
-from holdfast.options import AutoBits, BitsChoice, Differential, Full, Policy
+from holdfast.options import AutoBits, BitsChoice, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
 
-CaptureDense = Callable[[], Callable[[], Sequence[Any]]]
-Look = Callable[[], tuple[LiveTables, Collection[str]]]
-"""The tables as they are now, and the names of those of which any row may have changed."""
 UNSEEN_ADVICE = (
     "something wrote to them past PyTorch's version counter (weight.data, NumPy, an extension) or past the "
     "optimizers that were given: call Checkpointer.mark() after such writes"
 )
+
+
+class CapturedState(Protocol):
+    """A copy of everything that is saved besides rows."""
+
+    def parts(self) -> Sequence[Any]:
+        """The buffers of the dense file. Called once, in the background."""
+
+
+class Source(Protocol):
+    """What is saved. ``Writer.save`` calls both, once each and in this order, in the trainer's thread."""
+
+    def look(self) -> tuple[LiveTables, Collection[str]]:
+        """The tables as they are now, and the names of those of which any row may have changed."""
+
+    def capture(self) -> CapturedState:
+        """Copy everything that is not rows: training goes on when this returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +95,29 @@ class SaveReport:
     """Processor time of the background thread."""
 
 
-class _Cancelled(Exception):
-    """The next save has come, and takes the place of this one."""
-
-
 @dataclass
 class _Outcome:
     """What becomes of a save."""
 
     version: int
     step: int
+    baseline: bool
     may_be_cancelled: bool
     known: Latch = field(default_factory=Latch)
     noted: Latch = field(default_factory=Latch)
     """Opened when the digests are those of the rows in it."""
     error: BaseException | None = None
     job: Callable[[], None] | None = None
-    cancelled: bool = False
+    wanted: Cancellation = field(default_factory=Cancellation)
 
-    def check(self) -> None:
-        """In the background, between two files or blocks: go on only if this save is still wanted."""
-        if self.cancelled:
-            raise _Cancelled
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """Copies of what a version holds."""
+
+    baseline: bool
+    rows: list[Rows]
+    state: CapturedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +158,12 @@ class Writer:
         self.restores = 0
         self._restored = 0
         self._said: BitsChoice | None = None
-        self._era = 0
-        self._since_baseline: list[RowSet] = []
-        self._baselines = Baselines(policy)
+        self._publisher = Publisher(self.catalog)
+        self._increment = IncrementRows(policy, ())
         self._arena: list[list[Bytes2D]] = []
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
         self._under_way: _Outcome | None = None
-        self._last_was_cancelled = False
         self._tidy_error: BaseException | None = None
         self._era_is_damaged = False
         self._digests: RowDigests | None = None
@@ -170,6 +181,7 @@ class Writer:
             self._groups = tables.groups
             self._tables = tables
             self.tracker = Tracker(tables.groups, self._priorities())
+            self._increment = IncrementRows(self.policy, [g.rows for g in tables.groups])
             self._arena = [[] for _ in tables.groups]
             keep_digests = self.policy.verify != 0 and not isinstance(self.strategy, Full)
             self._digests = RowDigests(tables.groups) if keep_digests else None
@@ -194,6 +206,7 @@ class Writer:
     def begin_anew(self) -> None:
         """Let the next version hold everything: the marks do not tell what is new in the tables."""
         self._shard = Shard(0, self._groups, self.strategy)
+        self._publisher.leave_era()
         self._digests_known = False
 
     @property
@@ -268,7 +281,7 @@ class Writer:
         """Go on from the store's newest version, which has just been restored; False if that cannot be."""
         self._restored = version.version
         newest = self.catalog.newest
-        if newest is None or newest != version or isinstance(self.strategy, Full):
+        if newest is None or newest != version or isinstance(self.strategy, Full) or self._era_is_damaged:
             return False
         if self.catalog.manifest.last_version > version.version:
             # Later ones were deleted. Rows that they replaced may have been put away as such, and would be
@@ -295,13 +308,9 @@ class Writer:
 
     def _take_up(self, era: Era, version: Version) -> None:
         self._shard.resume(self.store, era)
-        self._era = era.number
-        self._since_baseline = [RowSet(g.rows) for g in self._groups]
-        self._baselines.resume(self.catalog.manifest, era)
-        if isinstance(self.strategy, Differential):
-            for group, ids in self._shard.rows_of(self.store, era, version.version):
-                if group < len(self._groups):  # not of those that are kept raw: they are there as well
-                    self._since_baseline[group].add(ids)
+        self._publisher.resume(era, self._shard.groups)
+        self._increment = IncrementRows(self.policy, [g.rows for g in self._groups])
+        self._increment.resume(self._shard.rows_of(self.store, era, version.version))
 
     def skips(self, step: int) -> bool:
         """Whether a save of this step is left out, as the policy says, because another is under way."""
@@ -310,22 +319,11 @@ class Writer:
         self.events.emit("checkpoint_skipped", step=step)
         return True
 
-    def save(
-        self,
-        step: int,
-        capture_dense: CaptureDense,
-        metadata: dict[str, Any],
-        look: Look | None = None,
-        *,
-        whole: bool = True,
-    ) -> int:
+    def save(self, step: int, source: Source, metadata: dict[str, Any], *, whole: bool = True) -> int:
         """Save a version and return its number as soon as its snapshot is taken.
 
-        ``capture_dense`` is called at the same instant to copy all that is not rows; what it returns is
-        called in the background for the buffers to be written. ``look`` says which tables there are now;
-        without it they are the ones of ``bind``. Not ``whole``: rows that do not come first by the policy's
-        ``prioritize`` are left for later. Cancels the save that is under way, or waits for it, as the policy
-        says; ask ``skips`` before.
+        Not ``whole``: rows that do not come first by the policy's ``prioritize`` are left for later. Cancels
+        the save that is under way, or waits for it, as the policy says; ask ``skips`` before.
         """
         called = time.perf_counter()
         self._saved_wait()
@@ -334,15 +332,16 @@ class Writer:
         started = time.perf_counter()
         job: Callable[[], None] | None = None
         try:
-            baseline, rows, dense = self._snapshot(capture_dense, look, whole)
+            snapshot = self._snapshot(source, whole)
             version = self._next_version
-            outcome = _Outcome(version, step, may_be_cancelled=not self._last_was_cancelled)
+            may_be_cancelled = not self._publisher.last_was_cancelled
+            outcome = _Outcome(version, step, snapshot.baseline, may_be_cancelled)
             now = time.perf_counter()
             stall = (now - called, now - started)
 
             def job() -> None:
                 try:
-                    self._write(outcome, version, step, baseline, rows, dense, metadata, stall)
+                    self._write(outcome, snapshot, metadata, stall)
                 except BaseException as error:
                     if not outcome.known.is_open():  # the next save waits for it
                         outcome.error = error
@@ -370,17 +369,18 @@ class Writer:
         Raises StoreLocked if another writer has taken the store over, and so would every later save.
         """
         outcome = self._under_way
-        if outcome is not None and outcome.cancelled:
+        if outcome is not None and outcome.wanted.cancelled:
             self._take_back(outcome)
         if outcome is not None and outcome.known.is_open():
-            cancelled = isinstance(outcome.error, _Cancelled)
+            cancelled = isinstance(outcome.error, SaveCancelled)
             if outcome.error is None:
-                self.tracker.settle()
-                self._last_was_cancelled = False
+                self.tracker.confirm()
+                if outcome.baseline:
+                    self._increment.note_baseline()
             else:
                 self.tracker.give_back()
             if cancelled:
-                self._last_was_cancelled = True
+                self._publisher.last_was_cancelled = True
                 log.info("version %d of %s was cancelled", outcome.version, self.store.url)
                 self.events.emit("checkpoint_cancelled", version=outcome.version, step=outcome.step)
             self._under_way = None  # last: whoever is interrupted before it does this again
@@ -429,7 +429,7 @@ class Writer:
             return
         # Where every save is cancelled by the next one, nothing would ever become durable.
         if self.policy.when_busy == "cancel" and outcome.may_be_cancelled:
-            outcome.cancelled = True
+            outcome.wanted.cancelled = True
             self._take_back(outcome)
         outcome.known.wait()
 
@@ -440,58 +440,46 @@ class Writer:
         """
         assert outcome.job is not None
         if self._thread.withdraw(outcome.job) and not outcome.known.is_open():
-            outcome.error = _Cancelled()
+            outcome.error = SaveCancelled()
             outcome.noted.open()
             outcome.known.open()
 
-    def _baseline_is_due(self) -> bool:
-        if not self._shard.base or self._era_is_damaged:
-            return True
-        return self._baselines.due(self._full_bytes(), self._shard.live_bytes())
-
-    def _snapshot(
-        self, capture_dense: CaptureDense, look: Look | None, whole: bool
-    ) -> tuple[bool, list[Rows], Callable[[], Sequence[Any]]]:
+    def _snapshot(self, source: Source, whole: bool) -> _Snapshot:
         """Copies of what the version holds, and nothing else: training waits for this."""
         # To look at every tensor takes as long as to copy many rows. As a rule nothing has changed: copying
         # starts at once, from where the rows were the last time, and is done again if that was wrong.
-        at_once = look is None or (self._nothing_unseen and self.policy.verify != "all")
+        at_once = self._nothing_unseen and self.policy.verify != "all"
         copying = self._start_copying(whole) if at_once else None
         try:
-            if look is not None:
-                tables, unseen = look()
-                self._nothing_unseen = not unseen
-                if copying is not None and (unseen or tables is not self._tables):
-                    copying.gather.finish()
-                    self.tracker.give_back()
-                    copying = None
-                if copying is None:
-                    self.bind(tables)
-                    for table in unseen:
-                        self.tracker.suspect(table)
-                    if self.policy.verify == "all":
-                        others = [t for t in self.tracker.tables if not self.tracker.is_suspect(t)]
-                        self._check(others, self._next_version)
-                    copying = self._start_copying(whole)
-            dense = capture_dense()
+            tables, unseen = source.look()
+            self._nothing_unseen = not unseen
+            if copying is not None and (unseen or tables is not self._tables):
+                copying.gather.finish()
+                self.tracker.give_back()
+                copying = None
+            if copying is None:
+                self.bind(tables)
+                for table in unseen:
+                    self.tracker.suspect(table)
+                if self.policy.verify == "all":
+                    others = [t for t in self.tracker.tables if not self.tracker.is_suspect(t)]
+                    self._check(others, self._next_version)
+                copying = self._start_copying(whole)
+            state = source.capture()
         finally:
             if copying is not None:
                 copying.gather.finish()
-        assert copying is not None
-        return copying.baseline, copying.rows, dense
+        return _Snapshot(copying.baseline, copying.rows, state)
 
     def _start_copying(self, whole: bool) -> _Copying:
-        baseline = self._baseline_is_due()
+        baseline = self._publisher.baseline_is_due(self._shard.live_bytes())
         if self._digests is not None:  # suspected tables are compared as a whole
             self._digests.verified(self.tracker.suspects, self._next_version)
         wanted = self.tracker.take(whole=whole or baseline, find=self._finder(baseline))
         if baseline:
             wanted = [np.arange(g.rows, dtype=np.int64) for g in self._groups]
-            self._since_baseline = [RowSet(g.rows) for g in self._groups]
-        elif isinstance(self.strategy, Differential):
-            for rows, ids in zip(self._since_baseline, wanted, strict=True):
-                rows.add(ids)
-            wanted = [rows.ids() for rows in self._since_baseline]
+        else:
+            wanted = [self._increment.add(number, ids) for number, ids in enumerate(wanted)]
         copies = [self._space(number, len(ids)) for number, ids in enumerate(wanted)]
         copied = [Rows(ids, tuple(fields)) for ids, fields in zip(wanted, copies, strict=True)]
         return _Copying(baseline, copied, self._tables.start_gather(wanted, copies))
@@ -518,54 +506,46 @@ class Writer:
         return [field[:rows] for field in arena]
 
     def _write(
-        self,
-        outcome: _Outcome,
-        number: int,
-        step: int,
-        baseline: bool,
-        rows: list[Rows],
-        dense_parts: Callable[[], Sequence[Any]],
-        metadata: dict[str, Any],
-        stall: tuple[float, float],
+        self, outcome: _Outcome, snapshot: _Snapshot, metadata: dict[str, Any], stall: tuple[float, float]
     ) -> None:
         """In the background: write and commit the version; then tidy up."""
+        number, step, baseline = outcome.version, outcome.step, outcome.baseline
         started, cpu = time.perf_counter(), time.thread_time()
         try:
             # Before it is durable: if that fails, these rows are marked again, and such are not compared.
             if self._digests is not None:
-                self._digests.note(number, rows, baseline=baseline)
+                self._digests.note(number, snapshot.rows, baseline=baseline)
                 self._digests_known |= baseline
             outcome.noted.open()
             self.catalog.take_over()
             shard, encoder = self._shard, self._encoder
             if baseline:
-                encoder = Encoder.plan(self.policy, self.restores, rows, self._groups)
+                encoder = Encoder.plan(self.policy, self.restores, snapshot.rows, self._groups)
                 shard = Shard(0, encoder.stored, self.strategy)
-            parts = (outcome, shard, encoder, step, baseline, rows, dense_parts, metadata)
+            new = NewVersion(number, step, baseline, metadata, self.restores)
             try:
-                change, version = self._commit(*parts)
+                change, version = self._commit(new, shard, encoder, snapshot, outcome.wanted)
             except StoreFull:
                 self._clear_away()
                 if not self.catalog.make_room(needed={self._restored}):
                     raise
-                change, version = self._commit(*parts)
+                change, version = self._commit(new, shard, encoder, snapshot, outcome.wanted)
         except BaseException as failure:  # of whatever kind: the trainer waits for the next lines
             outcome.error = error = self.catalog.with_advice(failure)
             outcome.known.open()
-            if not isinstance(error, _Cancelled):
+            if not isinstance(error, SaveCancelled):
                 log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
                 self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
             self._clear_away()
             return
         seconds = time.perf_counter() - started
-        self._era = version.era
         if baseline:
             self._shard, self._encoder = shard, encoder
             self._era_is_damaged = False
             self._say_bits()
-        self._baselines.note(change.bytes, self._full_bytes(), seconds, baseline=baseline)
+        self._publisher.note_written(version, seconds)
         self._apply(change)
-        del rows, parts, change
+        del snapshot, change
         outcome.known.open()
         report = SaveReport(number, step, baseline, version.rows, version.bytes, *stall, seconds)
         try:
@@ -579,34 +559,23 @@ class Writer:
                 # What is built upon a damaged file cannot be restored, and every round would meet it again.
                 log.warning("the next version of %s holds everything", self.store.url)
                 self._era_is_damaged = True
+                self._publisher.leave_era()
             self._clear_away()
 
     def _commit(
-        self,
-        outcome: _Outcome,
-        shard: Shard,
-        encoder: Encoder,
-        step: int,
-        baseline: bool,
-        rows: list[Rows],
-        dense_parts: Callable[[], Sequence[Any]],
-        metadata: dict[str, Any],
-    ) -> tuple[StoreChange, Version]:
+        self, new: NewVersion, shard: Shard, encoder: Encoder, snapshot: _Snapshot, wanted: Cancellation
+    ) -> tuple[ShardChange, Version]:
         """Write the files of a version and publish the manifest that makes it exist."""
-        number = outcome.version
-        share = self.policy.background_share
-        with closing(encoder.blocks_ahead(rows, share, lambda: outcome.cancelled)) as blocks:
-            change = shard.write(self.store, number, blocks, baseline=baseline, check=outcome.check)
-        outcome.check()
-        dense = self._store_dense(number, dense_parts())
-        outcome.check()  # from here on it is too late to cancel it
-        version = Version(
-            version=number, era=number if baseline else self._era, step=step, time=time.time(),
-            baseline=baseline, rows=change.rows, bytes=change.bytes + dense.bytes, dense=dense,
-            metadata=metadata, restores=self.restores,
+        change = write_rows(
+            shard, self.store, encoder, new.number, snapshot.rows,
+            baseline=new.baseline, background_share=self.policy.background_share, wanted=wanted,
         )  # fmt: skip
+        wanted.check()
         flags = dict(self._unverified)
-        self.catalog.commit_version(version, encoder.stored, shard.layout_name, [change], flags)
+        version = self._publisher.commit(
+            new, encoder.stored, shard.layout_name, [change.for_manifest()], snapshot.state.parts(),
+            check=wanted.check, unverified=flags,
+        )  # fmt: skip
         for flagged in flags:
             self._unverified.pop(flagged, None)
         return change, version
@@ -618,17 +587,13 @@ class Writer:
         except Exception as error:  # the next writer clears it away
             log.warning("what a failed save left in %s stays: %s", self.store.url, message_of(error))
 
-    def _apply(self, change: StoreChange) -> None:
+    def _apply(self, change: ShardChange) -> None:
         """A manifest with the change is durable."""
         try:
             self._shard.apply(change)
         except BaseException as error:  # for want of memory, say
             log.warning("the next version of %s holds everything: %s", self.store.url, message_of(error))
             self.begin_anew()
-
-    def _full_bytes(self) -> int:
-        """Bytes of a version that holds everything."""
-        return sum(g.rows * g.record_bytes for g in self._shard.groups if g.raw_rows_of is None)
 
     def _say_bits(self) -> None:
         """Say what was chosen for tables for which the policy leaves it open."""
@@ -647,16 +612,17 @@ class Writer:
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
         started, cpu = time.perf_counter(), time.thread_time()
         kept = [v.version for v in self.catalog.manifest.versions]
-        tidied = None
+        tidied, tidied_bytes = None, 0
         if not self._era_is_damaged:
             tidied = self._shard.tidy(self.store, number, [v for v in kept if v >= self._shard.base])
         if tidied is not None:
-            self.catalog.commit_round(self._era, [tidied])
+            change = tidied.for_manifest()
+            tidied_bytes = change.bytes
+            self._publisher.replace([change])
             self._apply(tidied)
             self.catalog.free_replaced()
-            self._baselines.note_tidied(tidied.bytes, self._full_bytes())
         values = asdict(report) | {
-            "tidied_bytes": tidied.bytes if tidied else 0,
+            "tidied_bytes": tidied_bytes,
             "tidy_seconds": time.perf_counter() - started if tidied else 0.0,
             "cpu_seconds": cpu_seconds + time.thread_time() - cpu,
         }
@@ -665,8 +631,3 @@ class Writer:
         problem, self.catalog.problem = self.catalog.problem, None
         if problem is not None:
             raise problem
-
-    def _store_dense(self, number: int, parts: Sequence[Any]) -> DenseEntry:
-        name = f"dense/{number:08}-{secrets.token_hex(6)}.safetensors"
-        size = self.store.put(name, parts)
-        return DenseEntry(name, size, checksum(*parts))

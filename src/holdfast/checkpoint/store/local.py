@@ -81,13 +81,15 @@ class LocalReader(ObjectReader):
 
     def __init__(self, files: Files, name: str, url: str, handle: int, size: int) -> None:
         self._files = files
-        self._handle = handle
+        self._handle: int | None = handle
         self._what = f"{name!r} in {url}"
         self.name = name
         self.size = size
 
     def _fill(self, requests: list[ReadRequest]) -> None:
         with _explained("read", self._what):
+            if self._handle is None:
+                raise OSError("it is closed")
             for request in requests:
                 filled = 0
                 while filled < request.into.nbytes:
@@ -99,8 +101,8 @@ class LocalReader(ObjectReader):
 
     def close(self) -> None:
         """Close the file."""
-        handle, self._handle = self._handle, -1
-        if handle >= 0:
+        handle, self._handle = self._handle, None
+        if handle is not None:
             with suppress(OSError):  # it says nothing about the bytes that were read
                 self._files.close(handle)
 
@@ -253,8 +255,7 @@ class LocalStore(Store):
         if self._files.exists(name):  # the link below decides; this only saves a long write for nothing
             raise FileExistsError(name)
         folder, _ = split(name)
-        hidden = PARTIAL_PREFIX + secrets.token_hex(8)
-        partial = f"{folder}/{hidden}" if folder else hidden
+        partial = os.path.join(folder, PARTIAL_PREFIX + secrets.token_hex(8))
         handle = self._files.create(partial)
         try:
             try:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from holdfast.errors import UnsafeName
 
 # O_PATH asks for the right to pass through a folder, not to list it.
-_PASS_THROUGH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
+_PASS_THROUGH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
+_BUFFERS_PER_CALL = os.sysconf("SC_IOV_MAX")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Entry:
 
 def _sync_outside(folder: str) -> None:
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:
         return  # a folder that we may pass through but not read is not one that we made
     try:
@@ -55,7 +55,7 @@ class Files:
     """
 
     def __init__(self) -> None:
-        self._root = -1
+        self._root: int | None = None
         self._root_path = ""
 
     def open_root(self, path: str, create: bool) -> None:
@@ -63,12 +63,12 @@ class Files:
         self._root_path = os.path.abspath(path)
         if create:
             self._make_root()
-        self._root = os.open(self._root_path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._root = os.open(self._root_path, os.O_PATH | os.O_DIRECTORY)
 
     def close_root(self) -> None:
         """Close the root; closing twice is fine."""
-        root, self._root = self._root, -1
-        if root >= 0:
+        root, self._root = self._root, None
+        if root is not None:
             os.close(root)
 
     def mkdir(self, path: str) -> None:
@@ -84,7 +84,7 @@ class Files:
     def create(self, path: str) -> int:
         """Create a file and return its descriptor for writing."""
         with self._folder_of(path) as (folder, last):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # which follows no link
             return os.open(last, flags, 0o666, dir_fd=folder)
 
     def writev(self, handle: int, views: Sequence[memoryview]) -> int:
@@ -122,7 +122,7 @@ class Files:
         with self._folder_of(path) as (folder, last):
             self._refuse_link(folder, last, path)
             # Without O_NONBLOCK a named pipe in a file's place would make us wait for ever.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             handle = os.open(last, flags, dir_fd=folder)
         status = os.fstat(handle)
         if stat.S_ISDIR(status.st_mode):
@@ -164,7 +164,7 @@ class Files:
         """
         with self._folder_of(path) as (folder, last):
             self._refuse_link(folder, last, path)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             handle = os.open(last, flags, 0o600, dir_fd=folder)
             with suppress(OSError):  # a file system without modes: the lock works all the same
                 writers = os.stat(folder).st_mode & 0o022
@@ -225,7 +225,7 @@ class Files:
         handle = self._walk(path)
         try:
             # The handle of the walk is not good for reading; "." below it is the same folder.
-            return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
+            return os.open(".", os.O_RDONLY, dir_fd=handle)
         finally:
             os.close(handle)
 
@@ -256,6 +256,6 @@ class Files:
             )
 
     def _live_root(self) -> int:
-        if self._root < 0:
+        if self._root is None:
             raise OSError(f"the store at {self._root_path} is closed")
         return self._root

@@ -21,7 +21,7 @@ class LocalLock(WriterLock):
         """Take the lock, or raise `StoreLocked`."""
         self._files = files
         self._url = url
-        self._handle = -1
+        self._handle: int | None = None
         self._released = False
         with suppress(StoreFull):  # who only reads or deletes can do without; whoever saves renews it first
             self._take()
@@ -57,19 +57,19 @@ class LocalLock(WriterLock):
 
     def renew(self) -> None:
         """Check that nobody has removed the lock file, which would let a second writer in."""
-        if self._handle < 0 and not self._released:
+        if self._handle is None and not self._released:
             try:
                 self._take()
             except OSError as error:
                 raise StoreError(f"could not lock {self._url} ({error}): check the disk") from error
-        if self._handle < 0 or not self._files.is_same_file(self._handle, LOCK_FILE):
+        if self._handle is None or not self._files.is_same_file(self._handle, LOCK_FILE):
             raise StoreLocked(f"the lock on {self._url} was lost: close this writer", "unknown", 0)
 
     def release(self) -> None:
         """Unlock. The file stays: removing it could let two writers lock two files."""
         self._released = True
         _held.discard(self)
-        if self._handle >= 0:
+        if self._handle is not None:
             with suppress(OSError):
                 os.ftruncate(self._handle, 0)
                 # Closing alone would leave it to a child that was forked a moment ago.
@@ -77,8 +77,8 @@ class LocalLock(WriterLock):
             self._close()
 
     def _close(self) -> None:
-        handle, self._handle = self._handle, -1
-        if handle >= 0:
+        handle, self._handle = self._handle, None
+        if handle is not None:
             os.close(handle)
 
     def _drop_in_child(self) -> None:

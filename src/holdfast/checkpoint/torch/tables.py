@@ -130,7 +130,7 @@ def find_tables(modules: Mapping[str, nn.Module]) -> dict[str, LiveTable]:
             # Not module.weight: that can be computed from other parameters, which then are dense state.
             weight = module._parameters.get("weight")
             if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                others |= {id(p) for p in module._parameters.values() if p is not None}
+                others |= set(map(id, module._parameters.values()))
             elif weight is not None and (weight.is_meta or weight.numel()):
                 names.setdefault(id(weight), ".".join(filter(None, (root, path, "weight"))))
                 users.setdefault(id(weight), {})[id(module)] = module

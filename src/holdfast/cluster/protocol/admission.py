@@ -315,8 +315,8 @@ class _Checks:
             if [entry.slot for entry in found] != list(range(self._slots[role] if found else 0)):
                 raise ValueError(f"{len(found)} {role}s: expected all {self._slots[role]}, in order")
         for server in message.servers:
-            if server.cut is not None:
-                self._instant(server.cut)
+            if server.counts_until is not None:
+                self._instant(server.counts_until)
 
     def _saved(self, message: Saved, frames: Sequence[Frame], source: Peer) -> None:
         if frames:

@@ -201,11 +201,11 @@ class WorkerMark(Struct, frozen=True, array_like=True):
 
 
 class Instant(Struct, frozen=True, array_like=True):
-    """How far a server had come when it made a batch of changes."""
+    """How far a server had come when it made a flush."""
 
-    batch: int = 0
+    flush: int = 0
     marks: tuple[WorkerMark, ...] = ()
-    """The pushes that are in this batch or before it."""
+    """The pushes that are in this flush or before it."""
     installed: tuple[int, ...] = ()
     """The groups that have their first values."""
 
@@ -359,7 +359,7 @@ class ServerInView(Struct, frozen=True, array_like=True):
     """A server as the others are to see it.
 
     A new incarnation takes its slot over once ``starts`` is set: all servers have refused the old one from
-    then on, and agree on the last batch of changes of it that counts.
+    then on, and agree on its last flush that counts.
     """
 
     slot: int
@@ -368,8 +368,8 @@ class ServerInView(Struct, frozen=True, array_like=True):
     starts: bool = False
     since: ViewNumber = ViewNumber()
     """The first view in which it was."""
-    cut: Instant | None = None
-    """What the last incarnation did up to then counts; None: that is not settled yet."""
+    counts_until: Instant | None = None
+    """What the last incarnation did up to then counts; None: that is not decided yet."""
 
 
 class WorkerInView(Struct, frozen=True, array_like=True):

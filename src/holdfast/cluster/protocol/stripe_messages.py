@@ -24,21 +24,21 @@ class StripePart(Struct, frozen=True, array_like=True):
 class Differences(Struct, frozen=True, array_like=True, tag="change"):
     """Owner → parity server, in their lane: old XOR new of records, of one or many pushes.
 
-    Batches of changes are numbered alike in all lanes of an owner.
+    Flushes are numbered alike in all lanes of an owner.
     """
 
     number: int
     """In the lane, from 1."""
     instant: Instant
     stable: int
-    """The newest batch that all parity servers have."""
+    """The newest flush that all parity servers have."""
     parts: tuple[StripePart, ...]
     more: bool = False
-    """Whether the next one is of the same batch, which was too large for one message: all count together."""
+    """Whether the next one is of the same flush, which was too large for one message: all count together."""
 
 
 class Values(Struct, frozen=True, array_like=True, tag="values"):
-    """Owner → parity server, in their lane: records as they were after this batch.
+    """Owner → parity server, in their lane: records as they were after this flush.
 
     Frames: the records that the owner has, and which of those that were asked for it lacks (uint32).
     """

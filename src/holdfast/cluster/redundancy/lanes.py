@@ -3,7 +3,7 @@
 Messages are numbered; the receiver takes the one that comes next, lays those aside that come too early, and
 says up to where it has come. The sender keeps what is not acknowledged, and sends the oldest again, ever more
 rarely: if only that one was lost, all others count with it, and a receiver that is slow is not given more to
-do. Both ends are of one incarnation each: a server that was replaced has new lanes. Batches of changes have
+do. Both ends are of one incarnation each: a server that was replaced has new lanes. Flushes have
 numbers of their own, the same in all lanes of an owner, so that parity servers can agree on how much of a
 dead owner's work counts.
 """
@@ -28,9 +28,9 @@ class OutLane:
     source: Peer
     target: Peer
     began: int
-    """The owner's last batch before the lane began: its changes are not in the lane."""
-    batch: int
-    """The newest batch that has been acknowledged or was before the lane."""
+    """The owner's last flush before the lane began: its changes are not in the lane."""
+    flush: int
+    """The newest flush that has been acknowledged or was before the lane."""
     since: float = 0.0
     """Since when the oldest message has waited for its acknowledgement."""
     _number: int = 0
@@ -65,7 +65,7 @@ class OutLane:
             message = self._waiting.popleft().message
             taken = True
             if isinstance(message, Differences) and not message.more:
-                self.batch = message.instant.batch
+                self.flush = message.instant.flush
         if taken:
             self.since, self._patience = now, max(patience, self._patience / 2)
             self._again = now + self._patience
@@ -86,7 +86,7 @@ def _number_of(envelope: Envelope) -> int:
 
 @dataclass
 class LoggedChange:
-    """A batch that may have to be undone."""
+    """A flush that may have to be undone."""
 
     instant: Instant
     parts: tuple[StripePart, ...]
@@ -107,7 +107,7 @@ class InLane:
     number: int = 0
     """Of the newest message that was taken."""
     log: deque[LoggedChange] = field(default_factory=deque)
-    """Batches that other parity servers may lack."""
+    """Flushes that other parity servers may lack."""
     _begun: list[tuple[Differences, Sequence[Frame]]] = field(default_factory=list)
     _early: dict[int, Envelope] = field(default_factory=dict)
     _early_bytes: int = 0
@@ -126,12 +126,12 @@ class InLane:
         return envelope
 
     def begin(self, message: Differences, frames: Sequence[Frame]) -> None:
-        """The next message is the beginning of a batch: it counts with the rest of it."""
+        """The next message is the beginning of a flush: it counts with the rest of it."""
         self.number = message.number
         self._begun.append((message, frames))
 
     def whole(self, message: Differences, frames: Sequence[Frame]) -> tuple[Differences, Sequence[Frame]]:
-        """The last message of a batch, with all that have begun it."""
+        """The last message of a flush, with all that have begun it."""
         if not self._begun:
             return message, frames
         parts = [part for begun, _ in self._begun for part in begun.parts]
@@ -145,26 +145,27 @@ class InLane:
             self.known = True
             # Before its first change nothing is known of workers, and nobody will ask.
             before = (
-                Instant(message.instant.batch - 1) if isinstance(message, Differences) else message.instant
+                Instant(message.instant.flush - 1) if isinstance(message, Differences) else message.instant
             )
             self.now = self.first = before
         if isinstance(message, Differences):
             self._begun.clear()
             self.now = message.instant
             self.log.append(LoggedChange(message.instant, message.parts, frames))
-            while self.log and self.log[0].instant.batch <= message.stable:
+            while self.log and self.log[0].instant.flush <= message.stable:
                 self.first = self.log.popleft().instant
 
-    def undo(self, cut: Instant) -> list[LoggedChange]:
+    def undo(self, until: Instant) -> list[LoggedChange]:
         """Go back to an instant, for good; what has to be undone, the newest first."""
         undone = []
         self._begun.clear()
         self._early.clear()
-        while self.log and self.log[-1].instant.batch > cut.batch:
+        self._early_bytes = 0
+        while self.log and self.log[-1].instant.flush > until.flush:
             undone.append(self.log.pop())
         self.now = self.log[-1].instant if self.log else self.first
-        self.log.clear()  # what a later incarnation's cut says is not about this lane
-        if self.now.batch == cut.batch:
-            self.now = cut
+        self.log.clear()  # what a later incarnation's view says is not about this lane
+        if self.now.flush == until.flush:
+            self.now = until
         self.first = self.now
         return undone

@@ -120,7 +120,7 @@ class ParityShard:
         self._lacks[:, places] = True
         self.records[places] = 0
 
-    def settle(self) -> None:
+    def note_complete(self) -> None:
         """Forget which members are in which parity once all are in all."""
         if self._lacks is not None and not self._lacks.any():
             self._lacks = None

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import Peer, Redundancy
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import Recover, Syndromes
 from holdfast.cluster.redundancy.parity import Records
 from holdfast.cluster.redundancy.replicator import Replicator
@@ -48,7 +49,7 @@ class _Ask:
     wave: int
     """Those that are wanted together: somebody waits for all of them. 0: nobody does, it is a scan's."""
     began: float
-    again: float = 0.0
+    retry: Retry = field(default_factory=lambda: Retry(_AGAIN_SECONDS))
     request: int = 0
     parities: tuple[int, ...] = ()
     answers: dict[int, tuple[Syndromes, NDArray[np.int64], Records, dict[int, NDArray[np.int64]]]] = field(
@@ -75,7 +76,7 @@ class Recovery:
     Args:
         plan: the job's.
         shards: the server's, without rows.
-        protection: of this server.
+        replicator: of this server.
         on_rows: called when rows have come back.
         on_lost: called with rows of a group that are lost.
     """
@@ -84,7 +85,7 @@ class Recovery:
         self,
         plan: JobPlan,
         shards: Sequence[GroupShard],
-        protection: Replicator,
+        replicator: Replicator,
         on_rows: Callable[[], None],
         on_lost: Callable[[int, NDArray[np.int64]], None],
     ) -> None:
@@ -101,10 +102,10 @@ class Recovery:
         self._on_rows, self._on_lost = on_rows, on_lost
         self._plan = plan
         self._shards = shards
-        self._protection = protection
+        self._replicator = replicator
         self._missing: dict[int, NDArray[np.bool_]] = {}
         self._asked: dict[int, NDArray[np.bool_]] = {}
-        for g in protection.parities:
+        for g in replicator.parities:
             shard = shards[g]
             real = shard.rows_of(np.arange(len(shard.records))) < shard.plan.rows
             self._missing[g] = real
@@ -170,14 +171,12 @@ class Recovery:
         ask = self._asks.get(message.request)
         if ask is None or message.parity not in ask.parities or message.parity in ask.answers:
             return
-        if self._protection.peer(source.slot) != source:
+        if self._replicator.peer(source.slot) != source:
             return
         self._slow.discard(source)
         placement = self._plan.placements[ask.group]
-        if source.slot != placement.parity_server(self._protection.me.slot, ask.member, message.parity):
+        if source.slot != placement.parity_server(self._replicator.me.slot, ask.member, message.parity):
             raise ValueError(f"syndromes of parity {message.parity} from server {source.slot}")
-        if len(frames) != 2 + len(message.lacking):
-            raise ValueError("syndromes whose frames do not fit")
         good = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
         words = self._plan.groups[ask.group].words
         records = as_array(frames[1], np.uint32, (message.rows, words))
@@ -200,14 +199,14 @@ class Recovery:
 
     def tick(self, now: float) -> None:
         """Ask again where an answer is overdue, try again what seemed lost, and scan on."""
-        for ask in [ask for ask in self._asks.values() if now >= ask.again]:
+        for ask in [ask for ask in self._asks.values() if ask.retry.is_due(now)]:
             late = [t for t in ask.parities if t not in ask.answers]
             if now - ask.asked > self._plan.timing.stuck_seconds / 2 and self._turn(ask, late, now):
                 continue
             self._send(ask, now, again=True)
         later, self._later = self._later, []
         for ask in later:
-            if now >= ask.again:
+            if ask.retry.is_due(now):
                 self._ask(ask, now)
             else:
                 self._later.append(ask)
@@ -268,27 +267,28 @@ class Recovery:
         return True
 
     def _send(self, ask: _Ask, now: float, *, again: bool = False) -> None:
-        ask.again = now + _AGAIN_SECONDS
-        me = self._protection.me
+        ask.retry.begin(now)
+        me = self._replicator.me
         for t in ask.parities:
             target = self._server_of(ask, t)
             if t not in ask.answers and target is not None:
                 if again:
-                    self._protection.doubt(target, now)
+                    self._replicator.doubt(target, now)
                 message = Recover(ask.request, ask.group, t, ask.without, len(ask.blocks))
                 frames = [ask.blocks.astype(np.uint32)]
-                self._protection.outbox.append(Envelope(me, target, message, frames))
+                self._replicator.outbox.append(Envelope(me, target, message, frames))
 
     def _server_of(self, ask: _Ask, parity: int) -> Peer | None:
         """The server of one of the parities of what is asked for; None: it is not there."""
         placement = self._plan.placements[ask.group]
-        return self._protection.peer(placement.parity_server(self._protection.me.slot, ask.member, parity))
+        return self._replicator.peer(placement.parity_server(self._replicator.me.slot, ask.member, parity))
 
     def _despair(self, ask: _Ask, now: float) -> None:
         """What was said of one record may be older than what was said of another: try anew before that."""
         ask.rounds += 1
         if ask.rounds < _MOST_ROUNDS:
-            ask.without, ask.unusable, ask.again = (ask.member,), frozenset(), now + _HOPELESS_SECONDS
+            ask.without, ask.unusable = (ask.member,), frozenset()
+            ask.retry.due = now + _HOPELESS_SECONDS
             self._later.append(ask)
         else:
             places = ask.blocks * self._plan.placements[ask.group].k + ask.member
@@ -310,7 +310,7 @@ class Recovery:
         count = self.went_back.went_back
         for ask in self._going_back:
             shard = self._shards[ask.group]
-            self._protection.forget(ask.group, ask.member, ask.blocks, now)
+            self._replicator.forget(ask.group, ask.member, ask.blocks, now)
             places = ask.blocks * self._plan.placements[ask.group].k + ask.member
             shard.records[places] = records[ask.group][places]
             shard.mark(shard.rows_of(places))
@@ -382,7 +382,7 @@ class Recovery:
         if not len(at):
             return
         group, shard = ask.group, self._shards[ask.group]
-        code = self._protection.parities[group].code
+        code = self._replicator.parities[group].code
         syndromes: dict[int, Records] = {}
         for t, (_, good, records, _) in ask.answers.items():
             # Both ascend, and what is solvable is good: as many are the same ones. Loops want a copy.

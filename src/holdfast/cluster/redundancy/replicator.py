@@ -2,12 +2,12 @@
 parities.
 
 The owner of a row is the only one that changes it, so what parities must follow is known in one place. After
-some pushes it takes what they changed together, old XOR new of each record, as one *batch*, and puts each
-parity server's share into the lane to it. A push is *kept* once all parity servers have its batch: whatever
+some pushes it takes what they changed together, old XOR new of each record, as one *flush*, and puts each
+parity server's share into the lane to it. A push is *kept* once all parity servers have its flush: whatever
 fails then, within what the code covers, comes back with it. A worker may go on before, and sends a push again
 that was not kept if a server is replaced.
 
-When an owner dies, its parity servers may have come to different batches. They seal their lanes and say how
+When an owner dies, its parity servers may have come to different flushes. They seal their lanes and say how
 far they came; the supervisor decides for the least of them, and those ahead undo what is beyond, which is
 the same XOR again. Nothing beyond was kept, since that takes all of them. So a replacement's rows are all of
 one instant, with one number for each worker, like any server's.
@@ -51,7 +51,8 @@ _Share = tuple[StripePart, Blocks, Records]
 
 
 class Replicator:
-    """The machine of it: no clock, no socket.
+    """The machine of it: no clock, no socket. Messages that it gets are admitted (``protocol/admission.py``):
+    what they name exists, and their arrays fit.
 
     Args:
         me: the server.
@@ -62,7 +63,7 @@ class Replicator:
         applied: says which push of a worker was applied last; asked at every push, so it must be quick.
         fresh: whether all rows of the job have their first values; otherwise parities come from rows.
         lacks: which of the records of a group this server lacks (see ``recover``).
-        on_change: called after a part of a batch was applied to parities, or undone.
+        on_change: called after a part of a flush was applied to parities, or undone.
         on_values: called with records that were read from an owner, at their place in its lane.
         doubt: called with a server that has not answered (see ``routes``).
     """
@@ -90,8 +91,8 @@ class Replicator:
             for g, (group, placement) in enumerate(zip(plan.groups, plan.placements, strict=True))
             if placement.r
         }
-        self.batch = 0
-        """The last batch of own changes."""
+        self.flushes = 0
+        """How many flushes of own changes were made: the number of the last one."""
         self.stable = 0
         """The newest that all parity servers have."""
         self._on_change, self._on_values = on_change, on_values
@@ -102,11 +103,11 @@ class Replicator:
         self._out: dict[int, OutLane] = {}
         self._in: dict[int, InLane] = {}
         self._incarnations: dict[int, int] = {}
-        self._settled: dict[int, int] = {}
+        self._undone: dict[int, int] = {}
         self._started: dict[int, int] = {}
         self._parity_servers = set(self._neighbours(parities=True))
         self._owners = set(self._neighbours(parities=False))
-        self._batches: deque[Instant] = deque()
+        self._unstable: deque[Instant] = deque()
         self._kept = self._flushed = Instant()
         self._pending_since: float | None = None
         self._pending_pushes = 0
@@ -155,14 +156,14 @@ class Replicator:
         return sum(len(self._shards[g].changes) * self._shards[g].records[:1].nbytes for g in self.parities)
 
     def flush(self, now: float) -> None:
-        """Make a batch of what has changed, and send it on its way."""
+        """Send what has changed to the parity servers: the next flush."""
         if self._pending_since is None:
             return
         self._pending_since = None
         self._pending_pushes = 0
-        self.batch += 1
+        self.flushes += 1
         self._flushed = self._instant()
-        self._batches.append(self._flushed)
+        self._unstable.append(self._flushed)
         shares: dict[int, list[_Share]] = {slot: [] for slot in self._out}
         for g in self.parities:
             placement = self.plan.placements[g]
@@ -203,25 +204,14 @@ class Replicator:
         return tuple(s for s, lane in self._out.items() if lane.waiting and now - lane.since > limit)
 
     def read(self, source: Peer, message: ReadStripes, frames: Sequence[Frame], now: float) -> None:
-        """A parity server wants records: they go into its lane as they were after the last batch."""
+        """A parity server wants records: they go into its lane as they were after the last flush."""
         lane = self._out.get(source.slot)
-        if (
-            lane is None
-            or lane.target != source
-            or self.stable < lane.began
-            or message.group not in self.parities
-        ):
+        if lane is None or lane.target != source or self.stable < lane.began:
             # Not before all others have what was before the lane: of that it could undo nothing.
             return
-        placement, shard = self.plan.placements[message.group], self._shards[message.group]
-        if not 0 <= message.member < placement.k or len(frames) != 1:
-            raise ValueError(f"a read of member {message.member}, of {placement.k}")
+        shard = self._shards[message.group]
         blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
-        places = blocks * placement.k + message.member
-        if len(places) and not (
-            places[0] >= 0 and places[-1] < len(shard.records) and (np.diff(places) > 0).all()
-        ):
-            raise ValueError("a read of blocks that do not ascend, or are not there")
+        places = blocks * self.plan.placements[message.group].k + message.member
         absent = self._lacks(message.group, places)
         here = shard.changes.told(places[~absent])
         values = Values(
@@ -253,13 +243,13 @@ class Replicator:
         self.outbox.append(lane.send(message, frames, now, self.plan.timing.retry_seconds))
 
     def _advance(self) -> None:
-        self.stable = min((lane.batch for lane in self._out.values()), default=self.batch)
-        while self._batches and self._batches[0].batch <= self.stable:
-            self._kept = self._batches.popleft()
+        self.stable = min((lane.flush for lane in self._out.values()), default=self.flushes)
+        while self._unstable and self._unstable[0].flush <= self.stable:
+            self._kept = self._unstable.popleft()
 
     def _instant(self) -> Instant:
         installed = tuple(g for g, shard in enumerate(self._shards) if shard.installed)
-        return Instant(self.batch, self._marks(), installed)
+        return Instant(self.flushes, self._marks(), installed)
 
     # What others have changed
 
@@ -285,11 +275,11 @@ class Replicator:
             return
         if isinstance(message, Differences):
             message, frames = lane.whole(message, frames)
-            parts = list(self._parts(source.slot, message.parts, frames))  # all of it is checked first
-            for part, blocks, records in parts:
-                self._apply(part, blocks, records)
+            self._apply(message.parts, frames)
         elif isinstance(message, Forget):
-            self._forget(source.slot, message, frames)
+            for part, frame in zip(message.parts, frames, strict=True):
+                blocks = as_array(frame, np.uint32, (part.rows,))
+                self.parities[part.group].forget(part.parity, blocks)
         else:
             self._on_values(source, message, frames)
         lane.take(message, frames)
@@ -299,7 +289,7 @@ class Replicator:
         lane = self._in.get(slot)
         if lane is None:
             return LaneState(slot, 0)
-        return LaneState(slot, lane.source.incarnation, Instant(lane.now.batch))
+        return LaneState(slot, lane.source.incarnation, Instant(lane.now.flush))
 
     def sealed(self) -> tuple[LaneState, ...]:
         """How far the lanes came whose owners are gone and have no successor yet."""
@@ -316,39 +306,14 @@ class Replicator:
             return None
         return Peer("server", slot, incarnation)
 
-    def _parts(
-        self, owner: int, parts: Sequence[StripePart], frames: Sequence[Frame]
-    ) -> Iterator[tuple[StripePart, Blocks, Records]]:
-        if len(frames) != 2 * len(parts):
-            raise ValueError("changes whose frames do not fit their parts")
-        for number, part in enumerate(parts):
-            parity, blocks = self._part(owner, part, frames[2 * number])
-            yield part, blocks, as_array(frames[2 * number + 1], np.uint32, (part.rows, parity.plan.words))
-
-    def _part(self, owner: int, part: StripePart, frame: Frame) -> tuple[ParityShard, Blocks]:
-        """The parities that a part is about, and its blocks."""
-        parity = self.parities.get(part.group)
-        if (
-            parity is None
-            or not (0 <= part.parity < parity.placement.r and 0 <= part.member < parity.placement.k)
-            or parity.placement.parity_server(owner, part.member, part.parity) != self.me.slot
-        ):
-            raise ValueError(f"changes of server {owner} that have no parity here")
-        blocks = as_array(frame, np.uint32, (part.rows,))
-        if part.rows and int(blocks.max()) >= parity.blocks:
-            raise ValueError(f"changes of block {blocks.max()}, of {parity.blocks}")
-        return parity, blocks
-
-    def _forget(self, owner: int, message: Forget, frames: Sequence[Frame]) -> None:
-        if len(frames) != len(message.parts):
-            raise ValueError("a message whose frames do not fit its parts")
-        checked = [self._part(owner, part, frame) for part, frame in zip(message.parts, frames, strict=True)]
-        for part, (parity, blocks) in zip(message.parts, checked, strict=True):
-            parity.forget(part.parity, blocks)
-
-    def _apply(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
-        self.parities[part.group].change(part.parity, part.member, blocks, differences)
-        self._on_change(part, blocks, differences)
+    def _apply(self, parts: Sequence[StripePart], frames: Sequence[Frame]) -> None:
+        """Let parities follow a flush, or undo it: both are the same."""
+        for part, places, records in zip(parts, frames[::2], frames[1::2], strict=True):
+            parity = self.parities[part.group]
+            blocks = as_array(places, np.uint32, (part.rows,))
+            differences = as_array(records, np.uint32, (part.rows, parity.plan.words))
+            parity.change(part.parity, part.member, blocks, differences)
+            self._on_change(part, blocks, differences)
 
     # Who the others are
 
@@ -366,31 +331,30 @@ class Replicator:
             if entry.incarnation > self._incarnations.get(entry.slot, 0):
                 self._incarnations[entry.slot] = entry.incarnation
                 self._out.pop(entry.slot, None)
-            if entry.cut is not None and self._settled.get(entry.slot, 0) < entry.incarnation:
-                self._settled[entry.slot] = entry.incarnation
-                self._undo(entry.slot, entry.cut)
+            if entry.counts_until is not None and self._undone.get(entry.slot, 0) < entry.incarnation:
+                self._undone[entry.slot] = entry.incarnation
+                self._undo(entry.slot, entry.counts_until)
             if entry.starts and self._started.get(entry.slot, 0) < entry.incarnation:
                 self._started[entry.slot] = entry.incarnation
                 self._begin(entry, mine.since, now)
         self._advance()
 
-    def _undo(self, slot: int, cut: Instant) -> None:
+    def _undo(self, slot: int, until: Instant) -> None:
         lane = self._in.get(slot)
         if lane is None or self._incarnations[slot] <= lane.source.incarnation:
             return
-        for logged in lane.undo(cut):
-            for part, blocks, differences in self._parts(slot, logged.parts, logged.frames):
-                self._apply(part, blocks, differences)
+        for logged in lane.undo(until):
+            self._apply(logged.parts, logged.frames)
 
     def _begin(self, entry: ServerInView, since: ViewNumber, now: float) -> None:
         peer = Peer("server", entry.slot, entry.incarnation)
         if entry.slot in self._parity_servers:
-            self._out[entry.slot] = OutLane(self.me, peer, self.batch, self.batch, now)
+            self._out[entry.slot] = OutLane(self.me, peer, self.flushes, self.flushes, now)
         if entry.slot in self._owners:
             # A server that started no later than its owner has all that the owner did.
             before = Instant(installed=self.plan.first_installed)
-            if entry.cut is not None:
-                before = msgspec.structs.replace(entry.cut, batch=0)
+            if entry.counts_until is not None:
+                before = msgspec.structs.replace(entry.counts_until, flush=0)
             self._in[entry.slot] = InLane(peer, entry.since >= since, before, before)
 
     def _post(self, target: Peer, message: Message) -> None:
@@ -400,9 +364,9 @@ class Replicator:
 def _in_messages(
     share: Sequence[_Share], most_bytes: int
 ) -> Iterator[tuple[tuple[StripePart, ...], list[Frame]]]:
-    """The parts and frames of each message that a parity server's share of a batch makes.
+    """The parts and frames of each message that a parity server's share of a flush makes.
 
-    One at least: it hears of every batch.
+    One at least: it hears of every flush.
     """
     parts: list[StripePart] = []
     frames: list[Frame] = []

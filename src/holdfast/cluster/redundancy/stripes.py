@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import (
     Agreed,
     Compare,
@@ -54,7 +55,7 @@ class _Job:
     waiting: set[int]
     """Members that have not come yet."""
     began: float
-    again: float
+    retry: Retry
     sums: Records
     summed: set[int] = field(default_factory=set)
     """Members that are in the sums."""
@@ -81,21 +82,21 @@ class _Vote:
 
 
 class Stripes:
-    """The machine of it.
+    """The machine of it. Messages that it gets are admitted, as ``Replicator``'s are.
 
     Args:
         plan: the job's.
-        protection: of this server; whoever made it hands over the values and changes that it gets.
+        replicator: of this server; whoever made it hands over the values and changes that it gets.
     """
 
-    def __init__(self, plan: JobPlan, protection: Replicator) -> None:
+    def __init__(self, plan: JobPlan, replicator: Replicator) -> None:
         self.rebuilt = 0
         """Parities that were lost and are whole again."""
         self.scrubbed = self.wrong = self.repaired = 0
         """Parities that were compared with their members, that did not agree, and that were put right."""
         self._plan = plan
-        self._protection = protection
-        self._parities = protection.parities
+        self._replicator = replicator
+        self._parities = replicator.parities
         self._jobs: dict[int, _Job] = {}
         self._numbers = 0
         self._rebuild_at = 0.0
@@ -124,22 +125,17 @@ class Stripes:
         now: float,
     ) -> None:
         """Begin a sum of members for somebody, unless that is under way."""
-        if self._protection.peer(source.slot) != source or len(self._jobs) >= _MOST_JOBS:
+        if self._replicator.peer(source.slot) != source:
             return
         for job in self._jobs.values():
             if (job.purpose, job.source, job.request) == (purpose, source, message.request):
                 job.wanted = now
                 return
-        parity = self._parities.get(message.group)
-        if parity is None or len(frames) != 1:
-            raise ValueError(f"group {message.group} has no parities")
-        k, r = parity.placement.k, parity.placement.r
-        members = set(range(k)) - set(without)
-        if not 0 <= message.parity < r or len(members) != k - len(without):
-            raise ValueError(f"parity {message.parity} without {without}, of a code of {k} + {r}")
+        if len(self._jobs) >= _MOST_JOBS:
+            return
+        parity = self._parities[message.group]
+        members = set(range(parity.placement.k)) - set(without)
         blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
-        if len(blocks) and not (blocks[-1] < parity.blocks and (np.diff(blocks) > 0).all()):
-            raise ValueError("blocks that do not ascend, or are not there")
         job = self._begin(purpose, message.group, message.parity, blocks, members, now)
         job.source, job.request, job.without = source, message.request, without
         job.wanted = now
@@ -169,7 +165,7 @@ class Stripes:
             job.request,
             job.parity,
             len(chosen),
-            tuple(self._protection.progress(owner) for owner in owners),
+            tuple(self._replicator.progress(owner) for owner in owners),
             tuple(Lacking(member, len(at)) for member, at in lacking.items()),
         )
         frames = [chosen.astype(np.uint32), syndromes, *(at.astype(np.uint32) for at in lacking.values())]
@@ -243,11 +239,11 @@ class Stripes:
 
     def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64], now: float) -> None:
         placement = self._parities[group].placement
-        owner = placement.member_server(self._protection.me.slot, parity, 0)
+        owner = placement.member_server(self._replicator.me.slot, parity, 0)
         self._numbers += 1
         vote = _Vote(group, parity, blocks, np.ones(len(blocks), np.bool_), now + _VOTE_SECONDS)
         for t in range(placement.r):
-            other = self._protection.peer(placement.parity_server(owner, 0, t))
+            other = self._replicator.peer(placement.parity_server(owner, 0, t))
             if t != parity and other is not None:
                 vote.waiting.add(t)
                 message = Compare(self._numbers, group, t, len(blocks))
@@ -291,7 +287,7 @@ class Stripes:
         parity = self._parities[job.group]
         if source.slot != parity.placement.member_server(parity.server, job.parity, message.member):
             raise ValueError(f"values of member {message.member} from server {source.slot}, not its owner")
-        if message.rows + message.absent != len(job.blocks) or len(frames) != 2:
+        if message.rows + message.absent != len(job.blocks):
             raise ValueError(f"values of {message.rows} records: expected {len(job.blocks)}")
         records = as_array(frames[0], np.uint32, (message.rows, parity.plan.words))
         absent = as_array(frames[1], np.uint32, (message.absent,)).astype(np.int64)
@@ -328,7 +324,7 @@ class Stripes:
         for job in list(self._jobs.values()):
             asker = job.source
             if asker is not None and (
-                self._protection.peer(asker.slot) != asker or now > job.wanted + _FORGOTTEN_SECONDS
+                self._replicator.peer(asker.slot) != asker or now > job.wanted + _FORGOTTEN_SECONDS
             ):
                 del self._jobs[job.number]
             else:
@@ -352,16 +348,17 @@ class Stripes:
         self._numbers += 1
         rows = 0 if purpose == "rebuild" else len(blocks)
         sums = np.zeros((rows, self._plan.groups[group].words), np.uint32)
-        job = _Job(purpose, self._numbers, group, parity, blocks, members, now, now, sums)
+        job = _Job(
+            purpose, self._numbers, group, parity, blocks, members, now, Retry(_READ_AGAIN_SECONDS), sums
+        )
         self._jobs[job.number] = job
         return job
 
     def _look_at(self, job: _Job, now: float) -> None:
         if job.waiting:
-            if now >= job.again:
-                again = now > job.began
-                job.again = now + _READ_AGAIN_SECONDS
-                self._read(job, now, again=again)
+            if job.retry.is_due(now):
+                job.retry.again(now)
+                self._read(job, now, again=now > job.began)
             return
         del self._jobs[job.number]
         if job.purpose in ("recover", "vote"):
@@ -373,7 +370,7 @@ class Stripes:
         else:
             parity = self._parities[job.group]
             self.rebuilt += int(parity.whole(job.parity, job.blocks).sum())
-            parity.settle()
+            parity.note_complete()
             share = self._plan.lanes.share
             self._rebuild_at = now + (now - job.began) * (1 / share - 1)
             if job.lacking:
@@ -382,12 +379,12 @@ class Stripes:
     def _read(self, job: _Job, now: float, *, again: bool) -> None:
         parity = self._parities[job.group]
         for member in sorted(job.waiting):
-            owner = self._protection.peer(parity.placement.member_server(parity.server, job.parity, member))
+            owner = self._replicator.peer(parity.placement.member_server(parity.server, job.parity, member))
             if owner is not None:
                 if again:
-                    self._protection.doubt(owner, now)
+                    self._replicator.doubt(owner, now)
                 message = ReadStripes(job.number, job.group, member, len(job.blocks))
                 self._post(owner, message, [job.blocks.astype(np.uint32)])
 
     def _post(self, target: Peer, message: Message, frames: Sequence[Frame]) -> None:
-        self._protection.outbox.append(Envelope(self._protection.me, target, message, frames))
+        self._replicator.outbox.append(Envelope(self._replicator.me, target, message, frames))

@@ -70,14 +70,14 @@ def run_node(
             next_tick = now + TICK_SECONDS
             node.tick(now)
             prepare()
-            flush(node, transport)
+            send_outbox(node, transport)
         for envelope in transport.poll(max(0.0, next_tick - time.monotonic())):
             node.receive(envelope, time.monotonic())
             prepare()
-            flush(node, transport)
+            send_outbox(node, transport)
 
 
-def flush(node: Node, transport: ZmqTransport) -> None:
+def send_outbox(node: Node, transport: ZmqTransport) -> None:
     """Send what a machine wants to send."""
     for envelope in node.outbox:
         transport.send(envelope)

@@ -12,8 +12,6 @@ servers mark the rows of a cut that came to nothing again. So there is nothing h
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,20 +20,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.format.chunk import checksum
 from holdfast.checkpoint.format.dense import encode_tree
-from holdfast.checkpoint.format.manifest import DenseEntry, Version
-from holdfast.checkpoint.layout.baselines import Baselines
+from holdfast.checkpoint.format.manifest import FileChange
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.saving.catalog import Catalog
+from holdfast.checkpoint.saving.publisher import NewVersion, Publisher
+from holdfast.checkpoint.saving.schedule import SaveSchedule
 from holdfast.checkpoint.store import Store, WriterLock
 from holdfast.cluster.protocol.batches import Layout, merge_layouts
 from holdfast.cluster.protocol.envelope import Frame, as_array
 from holdfast.cluster.protocol.messages import Collect, Saved
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.saving.failures import SaveFailures, cause_of, kind_of
 from holdfast.cluster.saving.layout import JobState, dense_tree, encoder_of, saving_of, version_metadata
-from holdfast.cluster.saving.shard_saver import FileNote, Runs
+from holdfast.cluster.saving.shard_saver import Runs
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.cluster.supervisor.members import Cut
 from holdfast.errors import HoldfastError, StoreFull, StoreLocked, StoreUnreachable, message_of
@@ -55,7 +54,7 @@ Stage = Literal["cutting", "collecting", "committing", "tidying", "replacing"]
 
 @dataclass
 class _Answer:
-    note: FileNote
+    change: FileChange
     message: Saved
     frames: Sequence[Frame]
 
@@ -75,7 +74,8 @@ class _Save:
     cut: Cut | None = None
     hold_seconds: float = 0.0
     answers: dict[int, _Answer] = field(default_factory=dict)
-    asked: dict[int, float] = field(default_factory=dict)
+    retries: dict[int, Retry] = field(default_factory=dict)
+    """Of what each server has been asked."""
 
 
 class SaveCoordinator:
@@ -107,19 +107,16 @@ class SaveCoordinator:
         self._encoder = encoder_of(plan)
         strategy: Any = self._policy.strategy
         self._layout_name = Shard(0, self._encoder.stored, strategy).layout_name
-        self._baselines = Baselines(self._policy)
         self._runs = runs
         self._opening = Opening(open_store, self._policy, runs, now)
-        self._catalog: Catalog | None = None
+        self._publisher: Publisher | None = None
         self._save: _Save | None = None
         self._outcome: BackgroundOutcome | None = None
         self._clearing: BackgroundOutcome | None = None
-        self._era = 0
-        self._beyond_bytes = 0
+        self._live_bytes = 0
         self._last_number = 0
-        self._whole_steps = self._due_steps = self.saved_steps  # only a whole version may be the last
-        self._due_time = now
-        self._last_was_cancelled = False
+        self._whole_steps = self.saved_steps  # only a whole version may be the last
+        self._schedule = SaveSchedule(self._policy, now, self.saved_steps)
         self._final: float | None = None
         self._final_tried = self._final_again = False
         self._made_room = False
@@ -134,15 +131,15 @@ class SaveCoordinator:
         if save is None or message.version != save.version or save.stage != stage or slot in save.answers:
             return
         try:
-            note = msgspec.json.decode(message.change, type=FileNote)
+            change = msgspec.json.decode(message.change, type=FileChange)
         except (msgspec.MsgspecError, RecursionError) as error:
             self._drop((f"server {slot} said what cannot be understood: {error}", ""))
             return
-        save.answers[slot] = _Answer(note, message, list(frames))
+        save.answers[slot] = _Answer(change, message, list(frames))
 
     def advance(self, supervisor: Supervisor, now: float) -> None:
         """Take the save that is under way one step further, or begin one that is due."""
-        if self._catalog is None:
+        if self._publisher is None:
             self._advance_opening(supervisor, now)
         elif self._save is not None:
             self._advance_save(self._save, supervisor, now)
@@ -161,7 +158,7 @@ class SaveCoordinator:
         steps = supervisor.steps()
         if self._final_tried or self._whole_steps == steps or not self._policy.save_last:
             return True
-        if self._catalog is None:
+        if self._publisher is None:
             return self._gives_up(now)
         if supervisor.may_cut():
             self._final_tried = True
@@ -183,7 +180,7 @@ class SaveCoordinator:
             if self.failures.is_news(opening.why()):
                 self._say("store_not_opened", message=opening.why())
             if self._is_due(supervisor, now):
-                self._due_steps, self._due_time = supervisor.steps(), now
+                self._schedule.note(supervisor.steps(), now)
                 self._fail([(opening.why(), kind_of(opening.error))])
 
     def _gives_up(self, now: float) -> bool:
@@ -201,7 +198,7 @@ class SaveCoordinator:
 
     def _look_around(self, catalog: Catalog, supervisor: Supervisor) -> None:
         """What is in the store that this job can go on with?"""
-        self._catalog = catalog
+        self._publisher = Publisher(catalog)
         for complaint in catalog.complaints:
             self._say("checkpoint_damaged", version=None, error=complaint)
         manifest, newest, resume = catalog.manifest, catalog.newest, self._plan.resume
@@ -213,27 +210,20 @@ class SaveCoordinator:
             # Its supervisor died before it could say so, perhaps.
             supervisor.announce(committed=newest.version)
             self.last_version, self.saved_steps = newest.version, newest.step + 1
-            self._due_steps = newest.step + 1
+            self._schedule.begin_at(newest.step + 1)
             if newest.baseline or self._policy.prioritize is None:  # of others it is not known to be whole
                 self._whole_steps = newest.step + 1
             self.saved = [v.version for v in manifest.versions if v.metadata.get("job") == self._plan.job]
         if (own or resumed) and manifest.last_version == newest.version:
-            self._era = newest.era
-            self._baselines.resume(manifest, manifest.era(newest.era))
+            self._publisher.resume(manifest.era(newest.era), self._encoder.stored)
 
     # Deciding
 
     def _is_due(self, supervisor: Supervisor, now: float) -> bool:
         if supervisor.view.phase != "running" or self._final is not None:
             return False
-        steps, policy = supervisor.steps(), self._policy
-        if steps <= self._due_steps:
-            return False
-        # Of a fraction of the rows, saves come after a fraction of the time.
-        part = policy.fraction if policy.prioritize is not None else 1.0
-        by_steps = policy.every_steps is not None and steps - self._due_steps >= part * policy.every_steps
-        by_time = policy.every_seconds is not None and now - self._due_time >= part * policy.every_seconds
-        return by_steps or by_time
+        steps = supervisor.steps()
+        return steps > self._schedule.step and self._schedule.is_due(steps, now)
 
     def _is_free(self) -> bool:
         """Whether nothing is being cleared away: what a new save writes is not named by a manifest either."""
@@ -242,15 +232,15 @@ class SaveCoordinator:
         return self._clearing is None
 
     def _begin(self, supervisor: Supervisor, now: float) -> None:
-        assert self._catalog is not None
+        assert self._publisher is not None
         heard = [s.beat.cut for s in supervisor.servers if s.beat is not None]
         # A number that any server has heard of stands for another instant.
-        number = max(self._catalog.next_version(), self._last_number + 1, 1 + max(heard, default=0))
+        number = max(self._publisher.catalog.next_version(), self._last_number + 1, 1 + max(heard, default=0))
         self._last_number = number
-        baseline = not self._era or self._baselines.due(self._full_bytes(), self._beyond_bytes)
+        baseline = self._publisher.baseline_is_due(self._live_bytes)
         whole = baseline or self._policy.prioritize is None or self._final is not None
         self._save = _Save(number, baseline, whole, now, tuple(s.incarnation for s in supervisor.servers))
-        self._due_steps, self._due_time = supervisor.steps(), now
+        self._schedule.note(supervisor.steps(), now)
         supervisor.request_cut(number, baseline=baseline, whole=whole)
 
     def _skip(self, supervisor: Supervisor, now: float) -> None:
@@ -258,16 +248,17 @@ class SaveCoordinator:
         policy says."""
         save = self._save
         if self._policy.when_busy == "skip":
-            self._due_steps, self._due_time = supervisor.steps(), now
-            self._say("checkpoint_skipped", step=self._due_steps)
+            self._schedule.note(supervisor.steps(), now)
+            self._say("checkpoint_skipped", step=self._schedule.step)
         elif self._policy.when_busy == "cancel" and save is not None and save.stage == "collecting":
             self._cancel(save)
 
     def _cancel(self, save: _Save) -> None:
         """Let the save that is due take the place of this one; of two in a row only one, or none is saved."""
         assert save.cut is not None
-        if not self._last_was_cancelled:
-            self._last_was_cancelled = True
+        assert self._publisher is not None
+        if not self._publisher.last_was_cancelled:
+            self._publisher.last_was_cancelled = True
             self._save = None  # servers hear of it with the next cut
             self._say("checkpoint_cancelled", version=save.version, step=save.cut.steps - 1)
 
@@ -303,7 +294,7 @@ class SaveCoordinator:
             # The job was told to end meanwhile, and is saved when it has.
             self._save = None
             self._final_tried = False
-            self._say("checkpoint_skipped", step=self._due_steps)
+            self._say("checkpoint_skipped", step=self._schedule.step)
 
     def _advance_asking(self, save: _Save, supervisor: Supervisor, now: float) -> None:
         tidy = save.stage == "tidying"
@@ -311,9 +302,9 @@ class SaveCoordinator:
         patience = self._plan.timing.beat_seconds if tidy else self._plan.timing.retry_seconds
         for server in supervisor.servers:
             ready = tidy or (server.beat is not None and server.beat.saved == save.version)
-            due = now - save.asked.get(server.slot, -1e9) >= patience
-            if ready and due and server.slot not in save.answers:
-                save.asked[server.slot] = now
+            retry = save.retries.setdefault(server.slot, Retry(patience))
+            if ready and retry.is_due(now) and server.slot not in save.answers:
+                retry.again(now)
                 supervisor.send(server.slot, Collect(save.version, tidy))
         if len(save.answers) < self._plan.servers:
             return
@@ -327,8 +318,8 @@ class SaveCoordinator:
             return
         for error, _ in errors:
             self._say_untidy(save, error)
-        self._beyond_bytes = sum(a.message.live_bytes for a in save.answers.values())
-        if any(a.note != FileNote() for a in save.answers.values()):
+        self._live_bytes = sum(a.message.live_bytes for a in save.answers.values())
+        if any(a.change != FileChange() for a in save.answers.values()):
             save.stage = "replacing"
             self._outcome = start(self._runs, lambda: self._replace(save))
         else:
@@ -336,7 +327,7 @@ class SaveCoordinator:
 
     def _conclude(self, save: _Save, supervisor: Supervisor, error: Exception | None, now: float) -> None:
         """The store has done its part, or has failed to."""
-        assert self._catalog is not None
+        assert self._publisher is not None
         if save.stage == "replacing":
             if error is None:
                 self._finish(save, supervisor)
@@ -348,17 +339,14 @@ class SaveCoordinator:
             self._drop((message_of(error), kind_of(error)))
             return
         assert save.cut is not None
-        version = self._catalog.manifest.versions[-1]
-        self._era = version.era
-        self._last_was_cancelled = False
+        version = self._publisher.catalog.manifest.versions[-1]
         if save.whole:
             self._whole_steps = save.cut.steps
         self.saved.append(save.version)
         self.last_version, self.saved_steps = save.version, save.cut.steps
         self.failures.note_saved()
-        written = sum(a.note.bytes for a in save.answers.values())
         slowest = max(a.message.seconds for a in save.answers.values())
-        self._baselines.note(written, self._full_bytes(), slowest, baseline=save.baseline)
+        self._publisher.note_written(version, slowest)
         figures = {"version": save.version, "step": version.step, "baseline": save.baseline}
         self._say(
             "checkpoint_saved",
@@ -372,7 +360,7 @@ class SaveCoordinator:
         supervisor.announce(committed=save.version)
         save.stage = "tidying"
         save.answers.clear()
-        save.asked.clear()
+        save.retries.clear()
 
     def _finish(self, save: _Save, supervisor: Supervisor) -> None:
         supervisor.announce(tidied=save.version)
@@ -382,7 +370,6 @@ class SaveCoordinator:
         """The save comes to nothing, by errors of these kinds; servers hear of it with the next one."""
         save, self._save = self._save, None
         assert save is not None
-        assert self._catalog is not None
         self._outcome = None
         self._fail(why, save.version)
         self._clearing = start(self._runs, self._clear_away)
@@ -390,38 +377,30 @@ class SaveCoordinator:
     # Behind the supervisor's back
 
     def _commit(self, save: _Save) -> None:
-        catalog, cut, plan = self._catalog, save.cut, self._plan
-        assert catalog is not None
+        publisher, cut, plan = self._publisher, save.cut, self._plan
+        assert publisher is not None
         assert cut is not None
         assert self._opening.lock is not None
         self._opening.lock.renew()
         before = plan.resume.layouts if plan.resume else ()
         layouts = merge_layouts(*before, Layout(plan.workers, cut.positions))
         state = JobState(layouts, cut.samples, plan.servers, plan.workers, plan.k, plan.r, plan.rings)
-        parts = encode_tree(dense_tree(plan, self._network(save), cut.steps, state))
-        name = f"dense/{save.version:08}-{secrets.token_hex(6)}.safetensors"
-        size = catalog.store.put(name, parts)
-        notes = [answer.note for answer in save.answers.values()]
-        version = Version(
-            version=save.version,
-            era=save.version if save.baseline else self._era,
-            step=cut.steps - 1,  # the last one that was done, counted from 0
-            time=time.time(),
-            baseline=save.baseline,
-            rows=sum(note.rows for note in notes),
-            bytes=size + sum(note.bytes for note in notes),
-            dense=DenseEntry(name, size, checksum(*parts)),
-            metadata=version_metadata(plan, cut.samples),
-            restores=plan.resume.restores if plan.resume else 0,
-        )
+        dense_parts = encode_tree(dense_tree(plan, self._network(save), cut.steps, state))
+        restores = plan.resume.restores if plan.resume else 0
+        step = cut.steps - 1  # the last one that was done, counted from 0
+        metadata = version_metadata(plan, cut.samples)
+        new = NewVersion(save.version, step, save.baseline, metadata, restores)
+        changes = [answer.change for answer in save.answers.values()]
+        cancelled_before = publisher.last_was_cancelled
         # Every server's files are durable by now: one manifest makes the version exist.
-        catalog.commit_version(version, self._encoder.stored, self._layout_name, notes)
-        if self._last_was_cancelled:
+        publisher.commit(new, self._encoder.stored, self._layout_name, changes, dense_parts)
+        if cancelled_before:
             # No server writes any more to the version that was cancelled, and none has begun to tidy.
             try:
                 self._clear_away()
             except Exception as error:  # the version stands, and the next writer clears it away
-                log.warning("what a cancelled save left in %s stays: %r", catalog.store.url, error)
+                url = publisher.catalog.store.url
+                log.warning("what a cancelled save left in %s stays: %r", url, error)
 
     def _network(self, save: _Save) -> NDArray[np.uint32] | None:
         """The network's records, put together from what servers sent."""
@@ -439,22 +418,16 @@ class SaveCoordinator:
         return records
 
     def _replace(self, save: _Save) -> None:
-        assert self._catalog is not None
-        changes = [answer.note for answer in save.answers.values()]
-        self._catalog.commit_round(self._era, changes)
-        self._catalog.free_replaced()
-        self._baselines.note_tidied(sum(change.bytes for change in changes), self._full_bytes())
-
-    def _full_bytes(self) -> int:
-        """Bytes of a version that holds everything."""
-        return sum(g.rows * g.record_bytes for g in self._encoder.stored if g.raw_rows_of is None)
+        assert self._publisher is not None
+        self._publisher.replace([answer.change for answer in save.answers.values()])
+        self._publisher.catalog.free_replaced()
 
     def _clear_away(self) -> None:
         """Delete what a save that failed has written: on a full disk the next one needs the space."""
-        assert self._catalog is not None
-        self._catalog.delete_leftovers()
-        resumed = self._plan.resume
-        self._made_room = self._catalog.make_room(needed={resumed.version} if resumed else set())
+        assert self._publisher is not None
+        catalog, resumed = self._publisher.catalog, self._plan.resume
+        catalog.delete_leftovers()
+        self._made_room = catalog.make_room(needed={resumed.version} if resumed else set())
 
     # Saying so
 
@@ -462,8 +435,8 @@ class SaveCoordinator:
         """A version, or what was to be the next one, was not saved: all errors make one message."""
         kinds = {kind for _, kind in errors}
         why = "; ".join(dict.fromkeys(cause_of(error) for error, _ in errors))
-        if kinds == {"full"} and self._catalog is not None:
-            why = str(self._catalog.with_advice(StoreFull(why), "checkpoint.keep=N"))
+        if kinds == {"full"} and self._publisher is not None:
+            why = str(self._publisher.catalog.with_advice(StoreFull(why), "checkpoint.keep=N"))
         again = not self.failures.note(why, kinds.pop() if len(kinds) == 1 else "")
         details = "; ".join(error for error, _ in errors)
         self._say("checkpoint_failed", version=version, error=details, why=why, again=again)
@@ -530,17 +503,18 @@ class Opening:
         self._store: Store | None = None
         self._opened: Catalog | None = None
         self._outcome: BackgroundOutcome | None = None
-        self._first = self._began = self._next = now
+        self._first = self._began = now
+        self._retry = Retry(_AGAIN_SECONDS)
 
     def advance(self, now: float) -> None:
         """Try, or see what became of that."""
         if self._outcome is None:
-            if now >= self._next:
+            if self._retry.is_due(now):
                 self._began = now
                 self._outcome = start(self._runs, self._open)
         elif self._outcome.done:
             self.error, self._outcome = self._outcome.error, None
-            self._next = now + _AGAIN_SECONDS
+            self._retry.again(now)
             self.catalog = self._opened
 
     def why(self) -> str:

@@ -11,21 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.format.manifest import FileEntry, Version, read_newest
+from holdfast.checkpoint.format.manifest import FileChange, Version, read_newest
 from holdfast.checkpoint.format.records import Bytes2D, Rows
-from holdfast.checkpoint.layout.bundles import StoreChange
+from holdfast.checkpoint.layout.bundles import ShardChange
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.memory.priority import large_tables, make_priority
-from holdfast.checkpoint.memory.tracker import RowSet
+from holdfast.checkpoint.saving.shard_rows import Cancellation, IncrementRows, SaveCancelled, write_rows
 from holdfast.checkpoint.store import Store
 from holdfast.cluster.protocol.envelope import Frame
 from holdfast.cluster.protocol.messages import Saved
@@ -46,37 +44,6 @@ class Runs(Protocol):
         """Take a job; returns at once. Jobs see to their errors themselves."""
 
 
-class FileNote(Struct, frozen=True):
-    """What a manifest must say of files that a server has written."""
-
-    added: tuple[FileEntry, ...] = ()
-    removed: tuple[str, ...] = ()
-    updated: tuple[FileEntry, ...] = ()
-    written: tuple[tuple[int, int], ...] = ()
-    replaced: tuple[tuple[int, int, int], ...] = ()
-
-    @classmethod
-    def of(cls, change: StoreChange | None) -> FileNote:
-        """Of a shard's change; of none, nothing."""
-        if change is None:
-            return cls()
-        return cls(change.added, change.removed, change.updated, change.written, change.replaced)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that were written."""
-        return sum(f.bytes for f in self.added)
-
-    @property
-    def rows(self) -> int:
-        """Rows that were written."""
-        return sum(f.rows for f in self.added)
-
-
-class _GivenUp(Exception):
-    """Another cut has come: what this one has written will be in no manifest."""
-
-
 @dataclass
 class _Save:
     """One version on its way."""
@@ -92,23 +59,18 @@ class _Save:
     """Of each group of tables: rows and records."""
     network: NDArray[np.uint32] | None = None
     shard: Shard | None = None
-    change: StoreChange | None = None
+    change: ShardChange | None = None
     error: str = ""
     kind: str = ""
     """Of the error."""
     seconds: float = 0.0
     written: bool = False
     committed: bool = False
-    tidy: StoreChange | None = None
+    tidy: ShardChange | None = None
     tidy_error: str = ""
     tidy_asked: bool = False
     tidied: bool = False
-    given_up: bool = False
-
-    def check(self) -> None:
-        """Behind the server's back, between two files or blocks: go on only if this is still wanted."""
-        if self.given_up:
-            raise _GivenUp
+    wanted: Cancellation = field(default_factory=Cancellation)
 
 
 class ShardSaver:
@@ -137,7 +99,7 @@ class ShardSaver:
         self._encoder = encoder_of(plan)
         self._shard: Shard | None = None
         self._save: _Save | None = None
-        self._since_baseline = [RowSet(group.rows) for group in table_groups(plan)]
+        self._increment = IncrementRows(policy, [group.rows for group in table_groups(plan)])
         self._rankings = rankings(self._shards[: self._tables], policy.prioritize, policy.fraction)
 
     def touched(self, group: int, places: NDArray[np.uint32]) -> None:
@@ -150,10 +112,8 @@ class ShardSaver:
         for shard in self._shards:
             shard.take_marks()
         if isinstance(self._strategy, Differential):
-            shard_, era = self._resumed()
-            for group, ids in shard_.rows_of(self._store, era, version.version):
-                if group < len(self._since_baseline):
-                    self._since_baseline[group].add(ids)
+            own, era = self._resumed()
+            self._increment.resume(own.rows_of(self._store, era, version.version))
 
     def cut(self, version: int, *, baseline: bool, whole: bool = True) -> None:
         """Copy what a version holds: rows may change as soon as this returns.
@@ -172,7 +132,7 @@ class ShardSaver:
         if not save.written:
             self._runs.submit(lambda: self._write(save))
 
-    def settle(self, committed: int, tidied: int) -> None:
+    def confirm(self, committed: int, tidied: int) -> None:
         """The newest version that exists, and the newest behind which files were rearranged."""
         save = self._save
         if save is None or save.version != committed or not save.written or save.error:
@@ -181,7 +141,7 @@ class ShardSaver:
             save.committed = True
             save.taken = []
             if save.baseline:
-                self._since_baseline = [RowSet(rows.rows) for rows in self._since_baseline]
+                self._increment.note_baseline()
             self._runs.submit(lambda: self._apply(save))
         if save.version == tidied and save.tidied:
             self._save = None
@@ -199,21 +159,21 @@ class ShardSaver:
         save = self._save
         if save is None or save.version != version:
             # Of an older one nobody waits for an answer; one that is behind us is tidy.
-            done = Saved(version, tidy, msgspec.json.encode(FileNote()))
+            done = Saved(version, tidy, msgspec.json.encode(FileChange()))
             return (done, ()) if tidy else None
         if not tidy:
             if not save.written:
                 return None
-            note = msgspec.json.encode(FileNote.of(save.change))
+            note = _encoded(save.change)
             answer = Saved(version, tidy, note, save.error, save.seconds, kind=save.kind)
             return answer, () if save.network is None else (save.network,)
-        self.settle(version, 0)  # who asks this has it in a manifest
+        self.confirm(version, 0)  # who asks this has it in a manifest
         if not save.tidy_asked:
             save.tidy_asked = True
             self._runs.submit(lambda: self._tidy(save))
         if not save.tidied:
             return None
-        note = msgspec.json.encode(FileNote.of(save.tidy))
+        note = _encoded(save.tidy)
         live = self._shard.live_bytes() if self._shard is not None else 0
         return Saved(version, tidy, note, save.tidy_error, live_bytes=live), ()
 
@@ -225,7 +185,7 @@ class ShardSaver:
         save, self._save = self._save, None
         if save is None:
             return False
-        save.given_up = True
+        save.wanted.cancelled = True
         self._mark_again(save)
         tidying = save.tidy_asked and not (save.tidied and save.tidy is None)
         return not save.error and (not save.committed or tidying)
@@ -262,28 +222,23 @@ class ShardSaver:
 
     def _wanted(self, number: int, shard: GroupShard, save: _Save) -> NDArray[np.int64]:
         """The rows of a group that a version holds, ascending."""
-        if isinstance(self._strategy, Differential):
-            self._since_baseline[number].add(save.taken[number])
         if save.baseline:
             return _own_rows(shard)
-        if isinstance(self._strategy, Differential):
-            return self._since_baseline[number].ids()
-        return np.sort(save.taken[number])
+        return self._increment.add(number, np.sort(save.taken[number]))
 
     # Behind the server's back, one after the other
 
     def _write(self, save: _Save) -> None:
         started = time.perf_counter()
         try:
-            save.check()
+            save.wanted.check()
             save.shard = self._shard_for(save)
-            rows = self._rows(save)
-            with closing(self._encoder.blocks_ahead(rows, self._share, lambda: save.given_up)) as blocks:
-                save.change = save.shard.write(
-                    self._store, save.version, blocks, baseline=save.baseline, check=save.check
-                )
+            save.change = write_rows(
+                save.shard, self._store, self._encoder, save.version, self._rows(save),
+                baseline=save.baseline, background_share=self._share, wanted=save.wanted,
+            )  # fmt: skip
             self._store.sync()  # the supervisor's publish knows nothing of names that others made
-        except _GivenUp:
+        except SaveCancelled:
             pass  # nobody asks for it any more
         except Exception as error:
             log.warning("server %d could not save version %d: %r", self._slot, save.version, error)
@@ -341,13 +296,18 @@ class ShardSaver:
         finally:
             save.tidied = True
 
-    def _apply_tidy(self, change: StoreChange) -> None:
+    def _apply_tidy(self, change: ShardChange) -> None:
         try:
             if self._shard is not None:
                 self._shard.apply(change)
         except Exception as error:
             log.warning("server %d reads its files again: %r", self._slot, error)
             self._shard = None
+
+
+def _encoded(change: ShardChange | None) -> bytes:
+    """What the supervisor's manifest must say of files."""
+    return msgspec.json.encode(change.for_manifest() if change is not None else FileChange())
 
 
 def _own_rows(shard: GroupShard) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ class KeptPushes:
         me: the server.
         plan: the job's.
         ledger: knows what was applied.
-        protection: knows what parity servers have; None: what is applied counts as kept.
+        replicator: knows what parity servers have; None: what is applied counts as kept.
         outbox: where messages go.
     """
 
@@ -29,17 +29,17 @@ class KeptPushes:
         me: Peer,
         plan: JobPlan,
         ledger: PushLedger[Any],
-        protection: Replicator | None,
+        replicator: Replicator | None,
         outbox: list[Envelope],
     ) -> None:
         self._me, self._lanes, self._outbox = me, plan.lanes, outbox
-        self._ledger, self._protection = ledger, protection
+        self._ledger, self._replicator = ledger, replicator
         self._told = [0] * plan.workers
         self._pushed_at = [0.0] * plan.workers
 
     def kept(self, worker: int) -> int:
         """The newest push of a worker that no failure which the code covers can undo."""
-        return self._protection.kept(worker) if self._protection else self._ledger.applied(worker)
+        return self._replicator.kept(worker) if self._replicator else self._ledger.applied(worker)
 
     def answer(self, answer: Pushed, worker: int, now: float) -> Pushed:
         """The answer to a push, with what is kept."""

@@ -27,6 +27,7 @@ from holdfast.cluster.protocol.messages import (
     WorkerInView,
 )
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.server.ledger import PushLedger
 from holdfast.cluster.server.requests import Update
 from holdfast.tables.shard import GroupShard
@@ -68,7 +69,7 @@ class Installing:
         self._lacking = tuple(range(len(shards)))
         self.network = len(shards) - 1
         """The network's group."""
-        self._ask_again, self._began = 0.0, -1.0
+        self._retry, self._began = Retry(plan.timing.retry_seconds), -1.0
         self._doubt = doubt
         self._without: set[Peer] = set()
         """Workers that have none: none can come to have any, since that takes rows of this server."""
@@ -136,9 +137,9 @@ class Installing:
         Workers of which it is ``unsure`` whether they will send again what is lacking are asked that.
         """
         groups = self.groups
-        if not (groups or unsure) or self.lost or now < self._ask_again:
+        if not (groups or unsure) or self.lost or not self._retry.is_due(now):
             return
-        self._ask_again = now + self._plan.timing.retry_seconds
+        self._retry.again(now)
         if not groups:
             for peer in unsure:
                 self._doubt(peer, now)

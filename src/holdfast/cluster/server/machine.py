@@ -79,7 +79,7 @@ class Saver(Protocol):
         They may go on changing then.
         """
 
-    def settle(self, committed: int, tidied: int) -> None:
+    def confirm(self, committed: int, tidied: int) -> None:
         """The newest version that exists, and the newest behind which files were rearranged."""
 
     def saved(self) -> int:
@@ -160,15 +160,15 @@ class Server:
         self._waiting = Waiting()
         self.routes = Routes(me, plan, self._started_servers)
         self._changed = False
-        self.protection: Replicator | None = None
-        self.rebuilding: Stripes | None = None
+        self.replicator: Replicator | None = None
+        self.stripes: Stripes | None = None
         self.recovery: Recovery | None = None
         if plan.r:
-            self.protection = self._make_protection(fresh=fresh and not replaces)
-            self.rebuilding = Stripes(plan, self.protection)
+            self.replicator = self._make_replicator(fresh=fresh and not replaces)
+            self.stripes = Stripes(plan, self.replicator)
             if replaces:
-                self.recovery = Recovery(plan, self.shards, self.protection, self._serve_waiting, on_lost)
-        self._kept = KeptPushes(me, plan, self._ledger, self.protection, self.outbox)
+                self.recovery = Recovery(plan, self.shards, self.replicator, self._serve_waiting, on_lost)
+        self._kept = KeptPushes(me, plan, self._ledger, self.replicator, self.outbox)
         self._installing = Installing(me, plan, self.shards, self.outbox, self.routes.doubt)
         self.contents: Contents | None = None
         """Which pushes the network's rows contain; None: those that were applied."""
@@ -176,9 +176,9 @@ class Server:
             self.contents = Contents(self.shards[-1], self._ledger, self._installing, self._touched)
         self._now = 0.0
 
-    def _make_protection(self, *, fresh: bool) -> Replicator:
+    def _make_replicator(self, *, fresh: bool) -> Replicator:
         marks, shards = self._ledger.marks, self.shards
-        protection = Replicator(
+        replicator = Replicator(
             self.me,
             self.plan,
             shards,
@@ -192,8 +192,8 @@ class Server:
             doubt=self.routes.doubt,
         )
         if self._witness is not None:
-            self._witness.protection = protection
-        return protection
+            self._witness.replicator = replicator
+        return replicator
 
     def open(self, opened: Opened) -> None:
         """The store is open, and what is to be read is read."""
@@ -206,12 +206,12 @@ class Server:
         self.error = error
 
     def _note_change(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
-        assert self.rebuilding is not None
-        self.rebuilding.note_change(part, blocks, differences)
+        assert self.stripes is not None
+        self.stripes.note_change(part, blocks, differences)
 
     def _take_values(self, source: Peer, message: Values, frames: Sequence[Frame]) -> None:
-        assert self.rebuilding is not None
-        self.rebuilding.take_values(source, message, frames)
+        assert self.stripes is not None
+        self.stripes.take_values(source, message, frames)
 
     @property
     def over(self) -> bool:
@@ -266,14 +266,14 @@ class Server:
     def tick(self, now: float) -> None:
         """Give a sign of life when it is time, or when something has come to an end."""
         self._now = now
-        if self.protection is not None and self.rebuilding is not None and self.started.epoch:
-            self.protection.tick(now)
-            self.rebuilding.tick(now)
+        if self.replicator is not None and self.stripes is not None and self.started.epoch:
+            self.replicator.tick(now)
+            self.stripes.tick(now)
             if self.recovery is not None:
                 self._recover(self.recovery, now)
             if self.recovery is None or not self.recovery.left:
-                self.rebuilding.rebuild(now)
-                self.rebuilding.scrub(now)
+                self.stripes.rebuild(now)
+                self.stripes.scrub(now)
             self._kept.tell(self.view, now)
         if self.started.epoch:
             unsure = self.contents.unsure(self.view) if self.contents is not None else ()
@@ -294,7 +294,7 @@ class Server:
         """Tell the supervisor where this server stands."""
         self._next_beat = now + self.plan.timing.beat_seconds
         self._told = self._news()
-        protection = self.protection
+        replicator = self.replicator
         message = ServerBeat(
             state="failed" if self.error else "restoring" if self._restoring else "ready",
             view=self.view.number,
@@ -303,8 +303,8 @@ class Server:
             cut=self._cut,
             saved=self._saved(),
             started=self.started,
-            lanes=protection.sealed() if protection else (),
-            stuck_on=protection.stuck_on(now) if protection else (),
+            lanes=replicator.sealed() if replicator else (),
+            stuck_on=replicator.stuck_on(now) if replicator else (),
             redundancy=self.redundancy(),
             error=self.error,
             figures=self.figures(),
@@ -342,8 +342,8 @@ class Server:
         lacking = not_installed if self.me.incarnation > 1 else 0
         contents = self.contents
         updates_lost, ahead = (contents.lost, contents.ahead) if contents is not None else (0, 0)
-        recovery, rebuilding = self.recovery, self.rebuilding
-        if rebuilding is None:
+        recovery, stripes = self.recovery, self.stripes
+        if stripes is None:
             return replace(
                 self._rolled_back,
                 rows=lacking,
@@ -357,12 +357,12 @@ class Server:
         return Redundancy(
             rows=lacking + (recovery.left if recovery else 0),
             recovered=recovery.recovered if recovery else 0,
-            parities=rebuilding.lacking(),
-            rebuilt=rebuilding.rebuilt,
+            parities=stripes.lacking(),
+            rebuilt=stripes.rebuilt,
             lost=recovery.lost() if recovery else "",
-            scrubbed=rebuilding.scrubbed,
-            wrong=rebuilding.wrong,
-            repaired=rebuilding.repaired,
+            scrubbed=stripes.scrubbed,
+            wrong=stripes.wrong,
+            repaired=stripes.repaired,
             compared=self._witness.compared if self._witness else 0,
             unequal=self._witness.unequal if self._witness else 0,
             went_back=back.went_back,
@@ -418,32 +418,32 @@ class Server:
             self._installing.answered(source, message)
         elif isinstance(message, Collect) and self.saver is not None:
             return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
-        elif self.protection is not None and self.rebuilding is not None:
-            self._protect(self.protection, self.rebuilding, envelope)
+        elif self.replicator is not None and self.stripes is not None:
+            self._protect(self.replicator, self.stripes, envelope)
         return None, ()
 
-    def _protect(self, protection: Replicator, rebuilding: Stripes, envelope: Envelope) -> None:
+    def _protect(self, replicator: Replicator, stripes: Stripes, envelope: Envelope) -> None:
         """What servers tell each other."""
         message, frames, source = envelope.message, envelope.frames, envelope.source
         if isinstance(message, Taken | Values | Syndromes | Agreed):
             self.routes.trust(source, self._now)
         if isinstance(message, LaneMessage):
-            protection.take(source, message, frames)
+            replicator.take(source, message, frames)
         elif isinstance(message, Taken):
-            protection.taken(source, message.number, self._now)
+            replicator.taken(source, message.number, self._now)
         elif isinstance(message, ReadStripes):
-            protection.read(source, message, frames, self._now)
+            replicator.read(source, message, frames, self._now)
         elif isinstance(message, Recover):
-            rebuilding.recover(source, message, frames, self._now)
+            stripes.recover(source, message, frames, self._now)
         elif isinstance(message, Compare):
-            rebuilding.compare(source, message, frames, self._now)
+            stripes.compare(source, message, frames, self._now)
         elif isinstance(message, Agreed):
-            rebuilding.take_vote(message, frames, self._now)
+            stripes.take_vote(message, frames, self._now)
         elif isinstance(message, Syndromes) and self.recovery is not None:
             self.recovery.receive(source, message, frames, self._now)
-        rebuilding.finish(self._now)
+        stripes.finish(self._now)
         if self.recovery is None or not self.recovery.left:  # rows come first: somebody waits for them
-            rebuilding.rebuild(self._now)
+            stripes.rebuild(self._now)
 
     def _adopt(self, view: View) -> None:
         if view.number <= self.view.number:
@@ -458,13 +458,13 @@ class Server:
         if mine.starts and not self.started.epoch:
             self._start(mine, view)
         self._install_copy()
-        if self.protection is not None and self.started.epoch:
-            self.protection.adopt(view, mine, self._now)
+        if self.replicator is not None and self.started.epoch:
+            self.replicator.adopt(view, mine, self._now)
         if self.recovery is not None:
             self.recovery.hurry = view.phase != "running"
         if self.saver is None or not self.started.epoch:
             return
-        self.saver.settle(view.committed, view.tidied)  # first: a new cut takes up what came to nothing
+        self.saver.confirm(view.committed, view.tidied)  # first: a new cut takes up what came to nothing
         if view.cut > self._cut:
             # All workers hold, and all their pushes are applied: this is the same instant everywhere.
             self.saver.cut(view.cut, baseline=view.baseline, whole=view.whole)
@@ -473,10 +473,10 @@ class Server:
     def _start(self, mine: ServerInView, view: View) -> None:
         """Take the slot over, with what its last incarnation had kept."""
         self.started = mine.since
-        if mine.cut is not None:
-            self._ledger.restore(mine.cut.marks)
+        if mine.counts_until is not None:
+            self._ledger.restore(mine.counts_until.marks)
             for group, shard in enumerate(self.shards):
-                kept = group in mine.cut.installed and shard.placement.r > 0
+                kept = group in mine.counts_until.installed and shard.placement.r > 0
                 # Of partial recovery, rows of tables are here already; the network's come from a worker.
                 shard.installed = kept or (bool(self.plan.partial) and group < len(self.shards) - 1)
                 if self.recovery is not None and not kept:
@@ -484,9 +484,9 @@ class Server:
             self._installing.look_again()
             self._cut = view.cut  # made without this server, and without its rows
             if self._witness is not None:
-                self._witness.cut = mine.cut.batch
-        if self.protection is not None:
-            self.protection.start()
+                self._witness.counts_until = mine.counts_until.flush
+        if self.replicator is not None:
+            self.replicator.start()
 
     def _lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         if self.recovery is None:
@@ -523,8 +523,8 @@ class Server:
 
     def _note_changes(self, worker: int | None = None) -> None:
         """Parity servers are to hear of what was applied, if anything was."""
-        if self._changed and self.protection is not None:
-            self.protection.changed(self._now, worker)
+        if self._changed and self.replicator is not None:
+            self.replicator.changed(self._now, worker)
         self._changed = False
 
     def _push(self, envelope: Envelope, message: Push) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
@@ -609,8 +609,8 @@ class Server:
     def _put_first_values(self, update: Update) -> None:
         group, places, weights = update
         self.shards[group].install(places, weights)
-        if self.protection is not None:
-            self.protection.changed(self._now)
+        if self.replicator is not None:
+            self.replicator.changed(self._now)
 
     def _apply(self, worker: int, sequence: int, updates: list[Update]) -> None:
         network = len(self.shards) - 1

@@ -1,9 +1,9 @@
 """Whether what a replacement recovers is what was lost, to the bit: compared with the dead server's memory.
 
 A server that is to be compared keeps its records in a file that is mapped into its memory. When it is killed,
-at whatever instant, the file holds what the memory held. Beside it lies the *age* of each record: the batch
-of changes (see ``redundancy.replicator``) that it changed in last, written before the record is. What is
-recovered is of the batch that the supervisor settled on, so that records which are no newer must be equal.
+at whatever instant, the file holds what the memory held. Beside it lies the *age* of each record: the flush
+(see ``redundancy.replicator``) that it changed in last, written before the record is. What is
+recovered is of the flush that the supervisor chose, so that records which are no newer must be equal.
 Newer ones were not kept yet; workers push what changed them again.
 
 For demonstrations and tests: nothing of it is needed to recover anything.
@@ -34,15 +34,15 @@ class Witness:
         me: the server.
 
     Attributes:
-        protection: the server's; to be set before rows change.
-        cut: the last batch of its predecessor that counts; to be set before rows come back.
+        replicator: the server's; to be set before rows change.
+        counts_until: the last flush of its predecessor that counts; to be set before rows come back.
         compared: recovered records that were compared with the predecessor's.
         unequal: those that were not equal.
     """
 
     def __init__(self, folder: Path, me: Peer) -> None:
-        self.protection: Replicator | None = None
-        self.cut = 0
+        self.replicator: Replicator | None = None
+        self.counts_until = 0
         self.compared = 0
         self.unequal = 0
         self._me = me
@@ -55,10 +55,10 @@ class Witness:
         group, self._shards = self._shards, self._shards + 1
         return _WitnessedShard(self, group, *args, **options)
 
-    def batch(self) -> int:
-        """The batch that what changes now will be in."""
-        assert self.protection is not None
-        return self.protection.batch + 1
+    def next_flush(self) -> int:
+        """The flush that what changes now will be in."""
+        assert self.replicator is not None
+        return self.replicator.flushes + 1
 
     def new_file(self, group: int, what: str, size: int) -> NDArray[np.uint32]:
         """So many zeros in a file of this incarnation's."""
@@ -91,19 +91,19 @@ class _WitnessedShard(GroupShard):
         return self._witness.new_file(self._group, "records", count * words).reshape(count, words)
 
     def push(self, places: Places, gradients: Floats) -> None:
-        self._ages[places] = self._witness.batch()
+        self._ages[places] = self._witness.next_flush()
         super().push(places, gradients)
 
     def install(self, places: Places, weights: Floats) -> bool:
         if not self.installed:
-            self._ages[places] = self._witness.batch()
+            self._ages[places] = self._witness.next_flush()
         return super().install(places, weights)
 
     def write(self, places: Places, records: Records) -> None:
         super().write(places, records)
         if self._old_records is not None and self._old_ages is not None:
             old = self._old_records.reshape(self.records.shape)[places]
-            comparable = self._old_ages[places] <= self._witness.cut
+            comparable = self._old_ages[places] <= self._witness.counts_until
             self._witness.compared += int(comparable.sum())
             self._witness.unequal += int((comparable & (old != records).any(1)).sum())
         self._ages[places] = 0

@@ -37,6 +37,7 @@ from holdfast.cluster.protocol.messages import (
     WorkerBeat,
 )
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.supervisor.evaluations import Evaluations
 from holdfast.cluster.supervisor.members import Cut, JobFailure, Member, ServerMember, Tally, WorkerMember
@@ -89,7 +90,7 @@ class Supervisor:
         self._keeper = keeper
         self._hold = False
         self._launcher_beat: LauncherBeat | None = None
-        self._look_again = 0.0
+        self._look = Retry(plan.timing.beat_seconds)
         self._advanced = ViewNumber()
         self._ticked = now
         self._views = Views(plan, storage, self._tell)
@@ -170,8 +171,8 @@ class Supervisor:
                 self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
         if self._keeper is not None or self.view.number != self._advanced:
             self.advance(now)
-        if self.view.phase != "starting" and now >= self._look_again:
-            self._look_again = now + timing.beat_seconds
+        if self.view.phase != "starting" and self._look.is_due(now):
+            self._look.again(now)
             stalled = self._stalls.look(self.steps(), members, now)
             if stalled is not None:
                 self._fail(stalled)
@@ -304,7 +305,7 @@ class Supervisor:
         if isinstance(counts, JobFailure):
             self._fail(counts)
             return
-        self._views.change_server(server.slot, cut=counts)
+        self._views.change_server(server.slot, counts_until=counts)
         server.stage = "settling"
         server.since_view = self.view.number
 
@@ -571,8 +572,8 @@ def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMembe
     last = [state for state in states if state.incarnation == newest]
     if len(last) < len(states):
         # Some have not even heard that the last one began: nothing of it can have been kept.
-        return next(state.first for state in last if state.first.batch == 0)
-    return min((state.now for state in last), key=lambda instant: instant.batch)
+        return next(state.first for state in last if state.first.flush == 0)
+    return min((state.now for state in last), key=lambda instant: instant.flush)
 
 
 def _without_parities(

@@ -23,7 +23,7 @@ from holdfast.cluster.protocol.messages import (
     Status,
 )
 from holdfast.cluster.protocol.plan import JobPlan
-from holdfast.cluster.runtime.loop import TICK_SECONDS, flush, memory_bytes, open_transport
+from holdfast.cluster.runtime.loop import TICK_SECONDS, memory_bytes, open_transport, send_outbox
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.cluster.supervisor.machine import Supervisor
@@ -186,7 +186,7 @@ class _Watch:
                 self._events.emit(name, **figures)
                 self._happened.append(Happening(time.time(), name, figures))
             said.clear()
-        flush(self._machine, self._transport)
+        send_outbox(self._machine, self._transport)
 
 
 def _status(

@@ -37,6 +37,7 @@ from holdfast.cluster.protocol.messages import (
     ServerInView,
 )
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.routes import Routes
 from holdfast.cluster.protocol.wire import Message
 
@@ -114,9 +115,7 @@ class _Question:
     message: Message
     frames: Sequence[Frame]
     asked: float
-    again: float
-    """When to ask again."""
-    patience: float
+    retry: Retry
     refused: float = -math.inf
     """When it was last refused."""
 
@@ -197,7 +196,7 @@ class Calls:
         self._pushes: deque[PushCall] = deque()
         self._kept = [0] * plan.servers
         self._installed_groups = [g for g, group in enumerate(plan.groups) if group.initial == "installed"]
-        self._ask_kept = 0.0
+        self._ask_kept = Retry(plan.timing.retry_seconds)
         self._refresh = PullCall()
         self.routes = Routes(me, plan, self._started_servers)
         self._spreads: Sequence[RowSpread] = ()
@@ -296,7 +295,7 @@ class Calls:
             }
         self._pushes.append(call)
         self._spreads = spreads
-        self._ask_kept = now + self._plan.timing.retry_seconds
+        self._ask_kept.begin(now)
         for server in range(self._plan.servers):
             parts: list[Part] = []
             frames: list[Frame] = []
@@ -343,9 +342,9 @@ class Calls:
             for call in self._open():
                 for question in call.questions.values():
                     question.asked += stood_still
-        if self._pushes and self.applied and now >= self._ask_kept:
+        if self._pushes and self.applied and self._ask_kept.is_due(now):
             # Servers say by themselves what they keep, but once only. To say it again costs nothing.
-            self._ask_kept = now + self._plan.timing.retry_seconds
+            self._ask_kept.again(now)
             for server, kept in enumerate(self._kept):
                 if kept < self._pushes[-1].sequence:
                     self._doubt(server)
@@ -353,10 +352,9 @@ class Calls:
             self._pull_copies()
         for call in self._open():
             for server, question in call.questions.items():
-                if now >= question.again:
+                if question.retry.is_due(now):
                     self._doubt(server)
-                    question.patience *= 2
-                    question.again = now + question.patience
+                    question.retry.again(now)
                     self._send(server, question)
 
     def waiting_since(self) -> dict[int, float]:
@@ -453,9 +451,9 @@ class Calls:
 
     def _has_moved(self, server: int) -> bool:
         """Whether a server's rows were no longer the first values when its last incarnation died."""
-        cut = self._servers[server].cut
+        until = self._servers[server].counts_until
         resumed = self._plan.resume is not None
-        return cut is not None and (resumed or any(mark.sequence for mark in cut.marks))
+        return until is not None and (resumed or any(mark.sequence for mark in until.marks))
 
     def _take_pushed(self, server: int, message: Pushed, frames: Sequence[Frame]) -> None:
         call = self._numbered(message.sequence)
@@ -510,8 +508,8 @@ class Calls:
         return Push(call.sequence, call.batch, call.samples, parts, stage=stage, returns=returns), frames
 
     def _ask(self, call: Call, server: int, message: Message, frames: Sequence[Frame]) -> None:
-        patience = self._plan.timing.retry_seconds
-        question = _Question(message, frames, self._now, self._now + patience, patience)
+        question = _Question(message, frames, self._now, Retry(self._plan.timing.retry_seconds, factor=2))
+        question.retry.begin(self._now)
         call.questions[server] = question
         self._send(server, question)
 

@@ -56,7 +56,7 @@ def test_a_cut_link_takes_nothing_either_way_and_others_do_not_notice(tmp_path: 
         tell(worker, SERVER, 1)
         tell(other, SERVER, 1)
         assert len(heard(server, 2)) == 2
-        links.cut(Peer("worker", WORKER.slot), Peer("server", SERVER.slot), time.monotonic() + LONG)
+        links.break_link(Peer("worker", WORKER.slot), Peer("server", SERVER.slot), time.monotonic() + LONG)
         tell(worker, SERVER, 2)
         tell(other, SERVER, 2)
         tell(server, WORKER, 2)
@@ -87,7 +87,7 @@ def test_a_table_knows_every_node_apart(tmp_path: Path) -> None:
     links = Links(tmp_path / "links", create=True)
     peers = [Peer("supervisor"), Peer("launcher"), *(Peer("server", s) for s in range(5))]
     peers += [Peer("worker", w) for w in range(5)]
-    links.cut(Peer("server", 1), Peer("worker", 1), 7.0)
+    links.break_link(Peer("server", 1), Peer("worker", 1), 7.0)
     cut = {(a, b) for a in peers for b in peers if links.state(a, b)[0]}
     one, other = Peer("server", 1), Peer("worker", 1)
     assert cut == {(one, other), (other, one)}

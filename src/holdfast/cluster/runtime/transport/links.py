@@ -1,7 +1,7 @@
-"""Links between real processes that are cut or slow, so that what they do then can be seen.
+"""Links between real processes that are broken or slow, so that what they do then can be seen.
 
 Whoever breaks links (``holdfast chaos``) writes to a small file, a table of who hears whom, and every process
-of the job has it mapped into its memory: a cut counts from the next message on. Its path comes with an
+of the job has it mapped into its memory: a break counts from the next message on. Its path comes with an
 assignment and nowhere else; a job that nobody asked to break has no such file, and pays nothing.
 """
 
@@ -34,7 +34,7 @@ class Links:
         shape = (_NODES, _NODES, 3)
         self._table = np.memmap(path, np.float64, "w+" if create else "r+", shape=shape)
 
-    def cut(self, one: Peer, other: Peer, until: float, *, one_way: bool = False) -> None:
+    def break_link(self, one: Peer, other: Peer, until: float, *, one_way: bool = False) -> None:
         """Neither hears the other until then, whoever fills their slots; if one way, the first is heard by
         the other no more."""
         for a, b in ((one, other),) if one_way else ((one, other), (other, one)):
@@ -56,9 +56,9 @@ class Links:
         self._table[:] = 0.0
 
     def state(self, source: Peer, target: Peer) -> tuple[float, float, float]:
-        """Until when a link is cut, until when it is slow, and by how much."""
-        cut, slow, delay = self._table[_index(source), _index(target)]
-        return float(cut), float(slow), float(delay)
+        """Until when a link is broken, until when it is slow, and by how much."""
+        broken, slow, delay = self._table[_index(source), _index(target)]
+        return float(broken), float(slow), float(delay)
 
 
 class Reception:
@@ -81,8 +81,8 @@ class Reception:
         now = time.monotonic()
         heard = []
         for envelope in envelopes:
-            cut, slow, delay = self._links.state(envelope.source, self._me)
-            if now < cut:
+            broken, slow, delay = self._links.state(envelope.source, self._me)
+            if now < broken:
                 self.dropped += 1
             elif now < slow:
                 due = now + random.uniform(0, delay)

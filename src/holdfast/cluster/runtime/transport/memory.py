@@ -55,14 +55,15 @@ class Network:
     now: float = 0.0
     nodes: dict[Peer, Node] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    """What happened to messages: sent, lost, repeated, damaged, cut, undeliverable, without a route."""
+    """What happened to messages: sent, lost, repeated, damaged, undeliverable, without a route, or
+    that their link was broken."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = 0
         self._paused: dict[Peer, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
-        self._cut: dict[_Link, float] = {}
+        self._broken: dict[_Link, float] = {}
         self._slow: dict[_Link, tuple[float, float]] = {}
         self._last: dict[tuple[Peer, Peer], float] = {}
         self._routes: set[tuple[Peer, Peer]] = set()
@@ -86,14 +87,14 @@ class Network:
             if seconds < math.inf:
                 self.at(self.now + seconds, self._resume, peer)
 
-    def cut_link(self, a: Peer, b: Peer, seconds: float = math.inf, *, one_way: bool = False) -> None:
+    def break_link(self, a: Peer, b: Peer, seconds: float = math.inf, *, one_way: bool = False) -> None:
         """Nothing gets through from one slot to another for a while, or ever; nor back, unless one way."""
         for link in (_link(a, b),) if one_way else (_link(a, b), _link(b, a)):
-            self._cut[link] = max(self.now + seconds, self._cut.get(link, 0.0))
+            self._broken[link] = max(self.now + seconds, self._broken.get(link, 0.0))
 
-    def is_cut(self, a: Peer, b: Peer) -> bool:
+    def is_broken(self, a: Peer, b: Peer) -> bool:
         """Whether a message from one slot to another is lost, or one back."""
-        return any(self.now < self._cut.get(link, 0.0) for link in (_link(a, b), _link(b, a)))
+        return any(self.now < self._broken.get(link, 0.0) for link in (_link(a, b), _link(b, a)))
 
     def slow_link(self, a: Peer, b: Peer, delay_seconds: float, seconds: float) -> None:
         """Messages between two slots are late for a while, each up to so much."""
@@ -120,7 +121,7 @@ class Network:
                 action(*arguments)
         return True
 
-    def flush(self, node: Node) -> None:
+    def send_outbox(self, node: Node) -> None:
         """Send what a node wants to send."""
         envelopes = node.outbox[:]
         node.outbox.clear()
@@ -142,10 +143,10 @@ class Network:
             counts["without a route"] += 1  # workers connect to servers, who have no way to them before that
             return
         late = 0.0
-        if self._cut or self._slow:
+        if self._broken or self._slow:
             link = _link(source, target)
-            if self.now < self._cut.get(link, 0.0):
-                counts["cut"] += 1
+            if self.now < self._broken.get(link, 0.0):
+                counts["broken"] += 1
                 return
             until, delay = self._slow.get(link, (0.0, 0.0))
             late = chance() * delay if self.now < until else 0.0
@@ -192,7 +193,7 @@ class Network:
             envelope = Envelope(header.source, header.target, header.message, envelope.frames)
         node.receive(envelope, self.now)
         if node.outbox:
-            self.flush(node)
+            self.send_outbox(node)
 
     def _tick(self, node: Node) -> None:
         if self.nodes.get(node.me) is not node:
@@ -202,7 +203,7 @@ class Network:
             return
         node.tick(self.now)
         if node.outbox:
-            self.flush(node)
+            self.send_outbox(node)
         self.at(self.now + TICK_SECONDS, self._tick, node)
 
     def paused(self, peer: Peer) -> bool:

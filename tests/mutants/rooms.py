@@ -1,0 +1,163 @@
+"""Which modules are mutated, and the tests that are meant for each.
+
+Tests that are quick and most specific come first: the run ends with the first failure. A folder stands for
+all its test files, so that new ones count at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_STORE = "checkpoint/store/"
+_READING = "checkpoint/reading/"
+_TORCH = "checkpoint/torch/"
+_SAVING = "checkpoint/saving/"
+_SIMULATED = (
+    "sim/test_resuming.py",
+    "sim/test_damaged_messages.py",
+    "sim/test_ends.py",
+    "sim/test_network_copies.py",
+    "sim/test_schedules.py",
+    "sim/test_protected.py",
+)
+
+# Module or folder below src/holdfast: tests below tests/. The longest name that fits counts.
+TESTS: dict[str, tuple[str, ...]] = {
+    "checkpoint/store/": (_STORE + "test_contract.py", _STORE + "test_local.py"),
+    "checkpoint/store/base.py": (
+        _STORE + "test_base.py",
+        _STORE + "test_contract.py::TestLocalFolder",
+        _STORE + "test_other.py",
+    ),
+    "checkpoint/store/holder.py": (_STORE + "test_holder.py", _STORE + "test_lease.py"),
+    "checkpoint/store/lease.py": (_STORE + "test_lease.py",),
+    "checkpoint/store/local.py": (
+        _STORE + "test_local_reserve.py",
+        _STORE + "test_local.py",
+        _STORE + "test_local_faults.py",
+        _STORE + "test_contract.py::TestLocalFolder",
+        _STORE + "test_local_crash.py",
+    ),
+    "checkpoint/store/local_files.py": (
+        _STORE + "test_local_files.py",
+        _STORE + "test_local.py",
+        _STORE + "test_local_faults.py",
+        _STORE + "test_contract.py::TestLocalFolder",
+        _STORE + "test_local_crash.py",
+    ),
+    "checkpoint/store/local_lock.py": (_STORE + "test_local_lock.py", _STORE + "test_local.py"),
+    "checkpoint/store/other.py": (
+        _STORE + "test_other.py",
+        _STORE + "test_contract.py::test_what_cannot_be_meant_is_refused",
+        _STORE + "test_contract.py::TestFsspecMemory",
+        _STORE + "test_contract.py::TestFsspecLocal",
+        "checkpoint/tools/test_secrets.py",
+    ),
+    "checkpoint/store/s3.py": (
+        _STORE + "test_s3_requests.py",
+        _STORE + "test_contract.py::test_what_cannot_be_meant_is_refused",
+        _STORE + "test_s3.py",
+        _STORE + "test_contract.py::TestS3",
+    ),
+    "checkpoint/reading/": (_READING + "test_versions.py", _READING + "test_damage.py"),
+    "checkpoint/reading/coverage.py": (
+        _READING + "test_coverage.py",
+        _READING + "test_version.py",
+        _READING + "test_damage.py",
+    ),
+    "checkpoint/reading/loader.py": (
+        _READING + "test_loader.py",
+        _READING + "test_version.py",
+        _READING + "test_loading.py",
+    ),
+    "checkpoint/reading/pipelines.py": (
+        _READING + "test_version.py",
+        _READING + "test_loading.py",
+        _READING + "test_damage.py",
+        _READING + "test_versions.py",
+    ),
+    "checkpoint/reading/stretches.py": (
+        _READING + "test_stretches.py",
+        _READING + "test_version.py",
+        _READING + "test_loading.py",
+        _READING + "test_damage.py",
+    ),
+    "checkpoint/reading/version.py": (
+        _READING + "test_version.py",
+        _READING + "test_unreachable.py",
+        _READING + "test_loading.py",
+        _READING + "test_damage.py",
+        _READING + "test_versions.py",
+        _READING + "test_gc_under_restore.py",
+    ),
+    "checkpoint/torch/": (
+        _TORCH + "test_state.py",
+        _TORCH + "test_mismatch.py",
+        _TORCH + "test_unseen.py",
+        _TORCH + "test_resume.py",
+        _TORCH + "test_unnamed.py",
+        _TORCH + "test_fuzz.py",
+    ),
+    "checkpoint/torch/capture.py": (_TORCH + "test_capture.py", _TORCH + "test_state.py"),
+    "checkpoint/torch/fit.py": (_TORCH + "test_fit.py", _TORCH + "test_mismatch.py"),
+    "checkpoint/torch/read_ahead.py": (_TORCH + "test_read_ahead.py",),
+    "checkpoint/torch/tables.py": (_TORCH + "test_tables.py", _TORCH + "test_state.py"),
+    "checkpoint/torch/unseen.py": (_TORCH + "test_unseen.py",),
+    "checkpoint/torch/values.py": (_TORCH + "test_values.py", _TORCH + "test_state.py"),
+    "checkpoint/torch/watch.py": (
+        _TORCH + "test_watch_marks.py",
+        _TORCH + "test_watch.py",
+        _TORCH + "test_unnamed.py",
+        _TORCH + "test_foreign_writes.py",
+    ),
+    "checkpoint/saving/": (
+        _SAVING + "test_writer.py",
+        _SAVING + "test_last_save.py",
+        _SAVING + "test_prioritized.py",
+        _SAVING + "test_cancel.py",
+        _SAVING + "test_closing.py",
+        _SAVING + "test_faults.py",
+        "checkpoint/test_checkpointer.py",
+    ),
+    "checkpoint/saving/catalog.py": (
+        _SAVING + "test_catalog.py",
+        _SAVING + "test_publishing.py",
+        _SAVING + "test_stale_writers.py",
+        _SAVING + "test_failed_sync.py",
+        _SAVING + "test_full_disk.py",
+        "checkpoint/tools/test_tools.py",
+    ),
+    "checkpoint/saving/publisher.py": (_SAVING + "test_publisher.py",),
+    "checkpoint/saving/schedule.py": (_SAVING + "test_schedule.py",),
+    "checkpoint/saving/shard_rows.py": (_SAVING + "test_shard_rows.py",),
+    "cluster/redundancy/": ("cluster/redundancy/", *_SIMULATED),
+    "cluster/server/": ("cluster/server/", "cluster/protocol/test_hostile_messages.py", *_SIMULATED),
+    "cluster/server/process.py": ("cluster/server/", "cluster/test_partial_recovery.py"),
+    "cluster/supervisor/": ("cluster/supervisor/", *_SIMULATED, "sim/test_saving.py"),
+    "cluster/supervisor/process.py": ("cluster/supervisor/", "cluster/test_partial_recovery.py"),
+}
+
+
+def modules(root: Path, only: str = "") -> list[str]:
+    """All modules that are mutated, from the root of the repository.
+
+    Args:
+        root: of the repository.
+        only: if given, the name of a module must contain it.
+    """
+    rooms = sorted(name for name in TESTS if name.endswith("/"))
+    found = [path for room in rooms for path in sorted((root / "src/holdfast" / room).rglob("*.py"))]
+    names = [str(path.relative_to(root)) for path in found]
+    return [name for name in names if only in name]
+
+
+def meant_for(root: Path, module: str) -> tuple[str, ...]:
+    """The tests that are meant for a module, both from the root of the repository."""
+    name = module.removeprefix("src/holdfast/")
+    best = max((key for key in TESTS if name.startswith(key)), key=len)
+    found: dict[str, None] = {}
+    for entry in TESTS[best]:
+        path = root / "tests" / entry
+        files = sorted(path.glob("test_*.py")) if entry.endswith("/") else [path]
+        found.update(dict.fromkeys(str(file.relative_to(root)) for file in files))
+    return tuple(found)
