@@ -27,7 +27,7 @@ demo: venv
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "open site/index.html"
+	@echo "open site/index.html (with search: python -m http.server -d site)"
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -37,7 +37,7 @@ def test_all_who_write_to_a_log_count_from_the_start_of_the_run(tmp_path: Path) 
 
 
 def test_figures_cannot_take_the_place_of_the_logs_own(tmp_path: Path) -> None:
-    with EventLog(tmp_path) as log, pytest.raises(ValueError, match=r"event one: seconds are the log's own"):
+    with EventLog(tmp_path) as log, pytest.raises(ValueError, match=r"event one: seconds are reserved names"):
         log.emit("one", seconds=3.0)
     assert read_events(tmp_path) == []
 
@@ -51,7 +51,7 @@ def test_a_full_disk_takes_no_event_and_stops_nobody(
         monkeypatch.setattr(log, "_file", full)
         log.emit("two")
         log.emit("three")
-    assert [record.getMessage()[:33] for record in caplog.records] == ["the event two could not be logged"]
+    assert [record.getMessage()[:27] for record in caplog.records] == ["could not log the event two"]
     with open(tmp_path / "events.jsonl", "ab") as file:
         file.write(b'{"time":3')
     assert [event["event"] for event in read_events(tmp_path)] == ["one"]

@@ -40,10 +40,10 @@ def test_it_imports_and_calls(module: str) -> None:
 @pytest.mark.parametrize(
     ("path", "arguments", "message"),
     [
-        ("build", {}, r"'build' is no import path: expected \"package\.module:callable\""),
-        ("a:b:c", {}, r"is no import path"),
-        ("a b:c", {}, r"is no import path"),
-        (":c", {}, r"is no import path"),
+        ("build", {}, r"'build' is not an import path: expected \"package\.module:callable\""),
+        ("a:b:c", {}, r"is not an import path"),
+        ("a b:c", {}, r"is not an import path"),
+        (":c", {}, r"is not an import path"),
         (
             "no_such_package.models:build",
             {},
@@ -107,12 +107,14 @@ def test_subclasses_are_described_unless_they_are_made_otherwise() -> None:
     recipe = recipe_of(Wider(3, 2, 4, (5,)))
     assert recipe.path == "tests.test_recipe:Wider"
     assert isinstance(make(recipe), Wider)
-    with pytest.raises(ConfigError, match=r"test_recipe:Other cannot be made.*give its import path"):
+    with pytest.raises(ConfigError, match=r"test_recipe:Other cannot be constructed.*give its import path"):
         recipe_of(Other())
 
 
 def test_what_cannot_be_described_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"torch.*Linear cannot be made.*\"package\.module:function\""):
+    with pytest.raises(
+        ConfigError, match=r"torch.*Linear cannot be constructed.*\"package\.module:function\""
+    ):
         recipe_of(torch.nn.Linear(2, 2))
 
     @described
@@ -124,7 +126,7 @@ def test_what_cannot_be_described_is_named() -> None:
         recipe_of(Local(3))
     Local.__qualname__ = "Local"
     assert recipe_of(Local(3)).arguments == {"value": 3}
-    with pytest.raises(ConfigError, match=r"Local cannot be made.*value\[1\] is object: expected"):
+    with pytest.raises(ConfigError, match=r"Local cannot be constructed.*value\[1\] is object: expected"):
         recipe_of(Local([1, object()]))
 
 

@@ -65,7 +65,7 @@ def test_restore_and_export(follower: Follower, capsys: pytest.CaptureFixture[st
     follower.follow(TUTORIALS / "restore-and-export.md", {})
     assert "version 3 resumes at step 60" in capsys.readouterr().out
     looked, *_, cleaned = follower.printed
-    assert "whole: versions 1 to 5" in looked
+    assert "intact: versions 1 to 5" in looked
     assert "2 versions stay" in cleaned
 
 

@@ -1,6 +1,6 @@
-"""Holdfast keeps the training of recommendation models going when machines fail.
+"""Fault-tolerant training of recommendation models with PyTorch.
 
-Names are imported when they are first used: a process that only holds tables never loads torch.
+Names are imported on first use, so that a server process, which only holds tables, never imports torch.
 """
 
 from __future__ import annotations

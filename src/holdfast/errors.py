@@ -2,30 +2,30 @@
 
     HoldfastError
     ├── CheckpointError      a checkpoint that cannot be saved or restored
-    │   ├── CorruptCheckpoint    bytes that are not the ones that were written
-    │   ├── NoSuchVersion        a version that is not in the store
+    │   ├── CorruptCheckpoint    a corrupt file or manifest
+    │   ├── NoSuchVersion        a version that does not exist
     │   ├── ModelMismatch        a checkpoint of another model
-    │   ├── UnsupportedState     a value that cannot be stored without running code to read it
-    │   └── SaveFailed           a save behind the trainer's back went wrong
-    ├── ConfigError          a configuration or an option that cannot be meant
-    ├── DataError            training data that cannot be read
-    │   ├── BadLine          one line of it, with file and line number
-    │   └── WrongReaderState a reader was given a state that is not its own
-    ├── JobFailed            a job that cannot go on
-    │   ├── ServerLost           a server is gone, and its rows with it
-    │   ├── DataLoss             more servers are gone than the code covers
-    │   └── WorkerFailed         a worker cannot do its part, however often it is started
-    ├── TrainingDiverged     the loss is no longer a number
-    └── StoreError           a store of checkpoints that cannot be read or written
-        ├── ObjectMissing    an object that is not there
-        ├── AlreadyExists    an object that is there and must not be overwritten
-        ├── StoreFull        no space left for an object
+    │   ├── UnsupportedState     a value that is not plain data
+    │   └── SaveFailed           a save failed in the background
+    ├── ConfigError          an invalid configuration or option
+    ├── DataError            unreadable training data
+    │   ├── BadLine          an invalid line, with file and line number
+    │   └── WrongReaderState the state of another reader
+    ├── JobFailed            a job that cannot continue
+    │   ├── ServerLost           an unprotected server died
+    │   ├── DataLoss             more servers died than the code covers
+    │   └── WorkerFailed         a worker raised an error or dies repeatedly
+    ├── TrainingDiverged     the loss is NaN or infinite
+    └── StoreError           a store that cannot be read or written
+        ├── ObjectMissing    an object does not exist
+        ├── AlreadyExists    an object exists and must not be overwritten
+        ├── StoreFull        no space left
         ├── StoreLocked      another writer holds the store
-        ├── StoreUnreachable the connection to the store is lost, or no file can be opened
-        └── UnsafeName       a name that could lead out of the store
+        ├── StoreUnreachable no connection to the store, or no file can be opened
+        └── UnsafeName       a name that could point outside the store
 
-A message is one sentence that names the thing, what was expected, what was
-found, and the cure. Anything else that escapes is a bug in Holdfast.
+A message is one sentence that names the object, what was expected, what was found, and the remedy. Any other
+exception is a bug in Holdfast.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 
 class HoldfastError(Exception):
-    """The root: ``except HoldfastError`` catches all that Holdfast raises on purpose.
+    """Base class of all errors that Holdfast raises on purpose.
 
-    Passwords in URLs are taken out of its message.
+    Passwords in URLs are removed from the message.
     """
 
     def __init__(self, *args: object) -> None:
@@ -50,50 +50,50 @@ class HoldfastError(Exception):
 
 
 class CheckpointError(HoldfastError):
-    """A checkpoint that cannot be saved or restored."""
+    """A checkpoint cannot be saved or restored."""
 
 
 class CorruptCheckpoint(CheckpointError):
-    """A file of a checkpoint is truncated, altered or swapped: its bytes are not those that were written."""
+    """A file of a checkpoint is truncated, modified or replaced: its checksum does not match."""
 
 
 class NoSuchVersion(CheckpointError):
-    """The store holds no such version, or none at all."""
+    """The requested version does not exist, or the store has no version at all."""
 
 
 class ModelMismatch(CheckpointError):
-    """A checkpoint does not fit the objects that it is restored into: the message names what differs."""
+    """A checkpoint does not match the objects to restore; the message lists the differences."""
 
 
 class UnsupportedState(CheckpointError):
-    """A ``state_dict`` holds a value that cannot be written as plain data; the message says where."""
+    """A ``state_dict`` contains a value that is not plain data; the message says where."""
 
 
 class SaveFailed(CheckpointError):
-    """A save in the background failed; what it was to save is still marked as changed.
+    """A save failed in the background. Its rows stay marked as changed and are in the next version.
 
     Attributes:
-        version: the version that does not exist; None if all do, and only files could not be rearranged.
+        version: the version that does not exist; None if all exist and only rearranging files failed.
     """
 
     version: int | None = None
 
 
 class ConfigError(HoldfastError):
-    """A configuration, an option or a combination of them that cannot be meant."""
+    """An invalid configuration, option, or combination of options."""
 
 
 class DataError(HoldfastError):
-    """Training data that is missing, empty or cannot be read."""
+    """Training data is missing, empty or unreadable."""
 
 
 class BadLine(DataError):
-    """A line of a data file that is not a sample.
+    """A line of a data file is not a valid sample.
 
     Attributes:
         path: the file.
-        line: its line number, from 1.
-        reason: what is wrong with it.
+        line: the line number, from 1.
+        reason: what is wrong with the line.
     """
 
     def __init__(self, path: str, line: int, reason: str) -> None:
@@ -103,55 +103,55 @@ class BadLine(DataError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[BadLine], tuple[str, int, str]]:
-        return BadLine, (self.path, self.line, self.reason)  # else it could not come out of a process
+        return BadLine, (self.path, self.line, self.reason)  # so that it can cross process boundaries
 
 
 class WrongReaderState(DataError):
-    """``load_state_dict`` got a state that another reader wrote, or came too late."""
+    """``load_state_dict`` got the state of another reader, or was called after iteration began."""
 
 
 class JobFailed(HoldfastError):
-    """A job ended before its time; the message says why, what is lost, and what would have helped."""
+    """A job ended early; the message says why, what is lost, and how to prevent it."""
 
 
 class ServerLost(JobFailed):
-    """A server is gone, and nothing protects the rows that it held."""
+    """An unprotected server died, and its rows are lost."""
 
 
 class DataLoss(JobFailed):
-    """More servers died at once than the code covers: some rows cannot be recovered from the others."""
+    """More servers died at once than the code covers, so some rows cannot be recovered."""
 
 
 class WorkerFailed(JobFailed):
-    """A worker raised an error, or died again and again at the same batch."""
+    """A worker raised an error, or died repeatedly at the same batch."""
 
 
 class TrainingDiverged(HoldfastError):
-    """The loss became NaN or infinite: nothing that training does from there on can help."""
+    """The loss became NaN or infinite."""
 
 
 class StoreError(HoldfastError):
-    """A store of checkpoints that is missing, full, unreachable or damaged."""
+    """A store of checkpoints is missing, full, unreachable or damaged."""
 
 
 class ObjectMissing(StoreError):
-    """An object was asked for that the store does not hold."""
+    """The requested object does not exist in the store."""
 
 
 class AlreadyExists(StoreError):
-    """An object was to be created under a name that is taken; it was left as it was."""
+    """An object exists under this name. It was not changed."""
 
 
 class StoreFull(StoreError):
-    """The disk of a store has no block or no inode left, or a quota is used up."""
+    """The disk of a store has no free block or inode, or a quota is exhausted."""
 
 
 class StoreLocked(StoreError):
     """Another writer holds the store, or has taken it over.
 
     Attributes:
-        host: the machine of the writer that holds it, "unknown" if it did not say.
-        pid: that writer's process, 0 if it did not say.
+        host: the machine of that writer; "unknown" if it is not known.
+        pid: the process id of that writer; 0 if it is not known.
     """
 
     def __init__(self, message: str, host: str, pid: int) -> None:
@@ -164,14 +164,14 @@ class StoreLocked(StoreError):
 
 
 class StoreUnreachable(StoreError):
-    """The connection to a store is lost, also after retries, or this process is out of handles or memory.
+    """The store does not answer, even after retries, or this process is out of file descriptors or memory.
 
-    Nothing is known of what the store holds.
+    The store may be intact.
     """
 
 
 class UnsafeName(StoreError):
-    """A name that no writer of Holdfast chooses, or a link or device in place of a file."""
+    """A name that no writer of Holdfast uses, or a link or device in place of a file."""
 
 
 NO_THREAD = (
@@ -181,13 +181,13 @@ NO_THREAD = (
 
 
 def is_lack_of_threads(error: BaseException) -> bool:
-    """Whether an error is Python's for a thread that the system did not start."""
+    """Whether this is Python's error for a thread that the system could not start."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 @contextlib.contextmanager
 def threads_explained() -> Iterator[None]:
-    """Raise CheckpointError, which names the cure, in place of that error."""
+    """Turn that error into a CheckpointError that names the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -197,7 +197,7 @@ def threads_explained() -> Iterator[None]:
 
 
 def message_of(error: BaseException) -> str:
-    """What to say of any error: those of Holdfast are sentences, of others the kind must be named, too."""
+    """The message to show for an error; errors of other packages are shown with their type."""
     if is_lack_of_threads(error):
         return NO_THREAD
     return str(error) if isinstance(error, HoldfastError) else redact(repr(error))

@@ -1,8 +1,8 @@
-"""The structured log of a run: one JSON object a line, each figure by name.
+"""The run log: one JSON object per line, with named figures.
 
-Everything that a person sees while a run goes on stands here too, so that a plot, a test or another
-program never has to read the screen. A line is written whole and flushed at once: after a crash the
-file ends with the last event that happened.
+Everything that is shown during a run is logged, too, so that plots, tests and other programs never have to
+parse console output. Each line is one write, flushed at once: after a crash the file ends with the last
+event.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = logging.getLogger("holdfast.events")
 
 
 class EventLog:
-    """Appends events to ``events.jsonl`` in a run's folder; without a folder it keeps none.
+    """Appends events to ``events.jsonl`` in a run's folder; without a folder, it does nothing.
 
     Every event has ``time`` (Unix seconds), ``seconds`` since the run started, and ``event``, its name.
-    Floats that JSON cannot hold (NaN, infinities) are written as null. Several processes may write to one
-    log: each line is one write at the file's end, and all count seconds from the first event in it.
+    NaN and infinities are written as null. Several processes may write to one
+    log: each line is appended by one write, and all processes count seconds from the first event.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -38,26 +38,24 @@ class EventLog:
             self._file = open(folder / "events.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def emit(self, event: str, /, **figures: Any) -> None:
-        """Write one event with its figures: numbers, strings, lists, dicts; none of the names above.
+        """Write one event with its figures: numbers, strings, lists, dicts, under other names than the above.
 
-        Passwords in them are replaced by ``***``.
-
-        What cannot be written, on a full disk say, is left out: training does not need it. A warning says so
-        once.
+        Passwords in them are replaced by ``***``. If an event cannot be written, for example on a full disk,
+        it is dropped, with one warning.
         """
         if self._file is None:
             return
         seconds = time.monotonic() - self._started
         line = {"time": time.time(), "seconds": round(seconds, 6), "event": event}
         if line.keys() & figures.keys():
-            raise ValueError(f"event {event}: {', '.join(line.keys() & figures.keys())} are the log's own")
+            raise ValueError(f"event {event}: {', '.join(line.keys() & figures.keys())} are reserved names")
         line |= redacted(figures)
         try:
             self._file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                log.warning("the event %s could not be logged, and others may not be: %s", event, error)
+                log.warning("could not log the event %s, and possibly later ones: %s", event, error)
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
@@ -75,7 +73,7 @@ class EventLog:
 
 
 def _age(path: Path) -> float:
-    """How long ago the run started whose log this is; 0 if it starts now."""
+    """Seconds since the run of this log started; 0 if it starts now."""
     try:
         with open(path, "rb") as file:
             first = msgspec.json.decode(file.readline())
@@ -86,7 +84,7 @@ def _age(path: Path) -> float:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All events of a run, oldest first; a line of which a full disk took only a part is passed over."""
+    """All events of a run, oldest first; truncated lines (after a full disk) are skipped."""
     found = []
     for line in (folder / "events.jsonl").read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""Small frozen option values, checked once where they are made."""
+"""Small frozen option values, validated in their constructors."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from holdfast.errors import ConfigError
 
 
 def _at_least(name: str, value: Any, least: float) -> None:
-    """ConfigError unless it is None or a number that is not less."""
+    """Raise ConfigError unless the value is None or a finite number that is at least ``least``."""
     if value is None:
         return
-    if not isinstance(value, Real) or not math.isfinite(value):  # infinite times are as good as none: say so
+    if not isinstance(value, Real) or not math.isfinite(value):  # use None instead of infinity
         raise ConfigError(f"{name} is {value!r}: expected a finite number, at least {least:g}")
     if value < least:
         raise ConfigError(f"{name} is {value}: expected at least {least:g}")
 
 
 class Full(Struct, frozen=True, tag_field="kind", tag="full", forbid_unknown_fields=True):
-    """Everything in every version: simple, and large."""
+    """Write everything in every version."""
 
 
 class Differential(Struct, frozen=True, tag_field="kind", tag="differential", forbid_unknown_fields=True):
-    """All rows changed since the last full version (Check-N-Run).
+    """Write all rows that changed since the last full version (Check-N-Run).
 
     Args:
-        baseline: "one-shot" keeps the first full version for good; "intermittent" writes a new one when
-            the rows changed since the last are expected to cost more than that.
-        extra_writes: where ``keep`` deletes old versions, a new full one ("intermittent") comes earlier, so
-            that less lies in the store, if that is expected to add at most this share to what is written.
-            0 is Check-N-Run's own rule.
+        baseline: "one-shot" keeps the first full version forever; "intermittent" writes a new one when
+            that is expected to cost fewer bytes than further increments.
+        extra_writes: where ``keep`` deletes old versions, write a new full version ("intermittent") earlier,
+            so that the store takes less space, if that adds at most this share to the bytes written. 0 is
+            Check-N-Run's own rule.
     """
 
     baseline: Literal["one-shot", "intermittent"] = "intermittent"
@@ -50,29 +50,29 @@ class Differential(Struct, frozen=True, tag_field="kind", tag="differential", fo
 
 
 class Incremental(Struct, frozen=True, tag_field="kind", tag="incremental", forbid_unknown_fields=True):
-    """Only the rows changed since the version before: least to write, most to read."""
+    """Write only the rows that changed since the previous version: fewest bytes to write, most to read."""
 
 
 class Chunked(Struct, frozen=True, tag_field="kind", tag="chunked", forbid_unknown_fields=True):
-    """As ``Incremental``, and in the background replaced rows are moved out of the way of later restores.
+    """As ``Incremental``, but rearrange files in the background so that restores skip replaced rows.
 
-    Two layouts do that. "rounds" waits until enough of a file has been replaced: it rewrites about as much as
-    was saved, makes few files, and a restore reads little that was replaced. "2d" is IncrCP's
-    two-dimensional list: after each version it compares the new rows with all that is current. With
-    ``threshold=0`` a restore reads each row once, for several times the rewriting and many small pieces;
-    each step of the threshold trades the one for the other. A restore from "2d" holds all rows that changed
-    since the full version in memory, one from "rounds" a few megabytes. Changing the layout of a store
-    begins with a new full version.
+    There are two layouts. "rounds" waits until enough rows of a file have been replaced: it rewrites about as
+    many bytes as were saved, makes few files, and a restore reads few replaced rows. "2d" is IncrCP's
+    two-dimensional list: after each version it compares the new rows with all current ones. With
+    ``threshold=0`` a restore reads each row once, at the cost of several times the rewriting and many small
+    pieces; a higher threshold rewrites less. A restore from "2d" keeps all rows that changed since the full
+    version in memory, one from "rounds" a few megabytes. After a change of layout, the next version is a full
+    one.
 
     Args:
-        layout: "rounds" sorts rows out every ``round_versions``, in files of which more than
-            ``dead_fraction`` has been replaced; "2d" takes them out of older chunks after each version.
+        layout: "rounds" rewrites files in which more than ``dead_fraction`` of the rows have been replaced,
+            every ``round_versions``; "2d" removes replaced rows from older chunks after each version.
         round_versions: versions between two rounds ("rounds").
-        dead_fraction: how much of a file must have been replaced before it is rewritten ("rounds").
-        threshold: IncrCP's R: chunks are compared further only if more than this share of the newer one's
+        dead_fraction: share of replaced rows above which a file is rewritten ("rounds").
+        threshold: IncrCP's R: chunks are compared further only if more than this share of the newer chunk's
             rows is in the older one ("2d").
         reset: "auto" writes a new full version when that is expected to save more time at a restore than
-            it costs to write (IncrCP's rule); "never" keeps the first for good.
+            it costs to write (IncrCP's rule); "never" keeps the first one forever.
         extra_writes: as in ``Differential`` ("rounds" with "auto").
     """
 
@@ -91,7 +91,10 @@ class Chunked(Struct, frozen=True, tag_field="kind", tag="chunked", forbid_unkno
         _at_least("round_versions", self.round_versions, 1)
         _at_least("extra_writes", self.extra_writes, 0)
         if not 0 <= self.dead_fraction < 1 or not 0 <= self.threshold < 1:
-            raise ConfigError("dead_fraction and threshold are shares: expected 0 to 1")
+            raise ConfigError(
+                f"dead_fraction is {self.dead_fraction} and threshold is {self.threshold}: "
+                "expected both at least 0 and less than 1"
+            )
 
 
 Strategy = Full | Differential | Incremental | Chunked
@@ -104,31 +107,31 @@ _BY_NAME = {
 
 
 RESTORES_THAT_BITS_BEAR = ((1, 2), (3, 3), (10, 4), (100, 8))
-"""(restores, bits) at which the accuracy that is lost stays below 0.01 %: those of Check-N-Run, section
-5.2.1, but for 4 bits, with which it has up to 20. ``bench quantize-accuracy`` could not show that of 20."""
+"""(restores, bits) for which the AUC loss stays below 0.01 %, as in Check-N-Run, section 5.2.1. The paper
+uses 4 bits for up to 20 restores, which ``bench quantize-accuracy`` did not confirm."""
 
 
 @dataclass(frozen=True, slots=True)
 class BitsChoice:
-    """How many bits were chosen, and why."""
+    """The chosen number of bits, and why."""
 
     bits: int
     reason: str
 
 
 class AutoBits(Struct, frozen=True):
-    """Bits of quantized rows by how often the run is expected to be restored.
+    """Choose the bits of quantized rows by the expected number of restores.
 
-    Each restore from quantized rows costs a little accuracy. As measured (docs/quantization-results.md) it
-    stays below 0.01 % with 2 bits for one restore, with 3 for up to 3, with 4 for up to 10, else with 8.
-    Restores are counted, across restarts; when there are more than expected, 8 bits are used from then on.
-    Without anything to go by it is 8 bits from the start.
+    Each restore from quantized rows costs a little accuracy. As measured (docs/quantization-results.md) the
+    loss stays below 0.01 % with 2 bits for one restore, 3 bits for up to 3, 4 bits for up to 10, else 8 bits.
+    Restores are counted across restarts; when there are more than expected, 8 bits are used from then on.
+    Without any estimate, 8 bits are used from the start.
 
     Args:
-        expected_restores: what you expect; or let it be estimated:
-        training_hours: how long the whole run takes,
-        nodes: on how many machines,
-        failures_per_node_hour: and how often each of them fails.
+        expected_restores: the expected number of restores. If None, it is estimated from the others.
+        training_hours: duration of the whole run.
+        nodes: number of machines.
+        failures_per_node_hour: failure rate of one machine.
     """
 
     expected_restores: float | None = None
@@ -145,7 +148,7 @@ class AutoBits(Struct, frozen=True):
 
     @property
     def restores(self) -> float | None:
-        """How many are expected; None if that is not known."""
+        """The expected number of restores; None if unknown."""
         if self.expected_restores is not None:
             return self.expected_restores
         if self.training_hours is None or self.failures_per_node_hour is None:
@@ -153,11 +156,11 @@ class AutoBits(Struct, frozen=True):
         return self.training_hours * self.nodes * self.failures_per_node_hour
 
     def choose(self, restores: int) -> BitsChoice:
-        """Bits for a run that has been restored from quantized versions so often already."""
+        """Choose the bits for a run that has been restored from quantized versions ``restores`` times."""
         expected = self.restores
         if expected is None:
             return BitsChoice(
-                8, "nothing is known of how often it will be restored: tell AutoBits to use fewer"
+                8, "the expected number of restores is unknown: pass it to AutoBits to use fewer bits"
             )
         said = f"{expected:g} restores are expected"
         if restores > max(1, math.ceil(expected)):
@@ -168,16 +171,16 @@ class AutoBits(Struct, frozen=True):
 
 Bits = Literal[2, 3, 4, 8, "auto"] | AutoBits | None
 _WISHES = [(type(wish), wish) for wish in (None, 2, 3, 4, 8, "auto")]
-"""With their types: 4.0 is equal to 4, but no number of bits."""
+"""With their types, because 4.0 == 4 but 4.0 is not a valid number of bits."""
 WhenBusy = Literal["wait", "skip", "cancel"]
 PriorityName = Literal["mfu", "ssu", "scar"]
 PRIORITIES: tuple[PriorityName, ...] = ("mfu", "ssu", "scar")
 PRIORITIZED_FRACTION = 1 / 16
-"""CPR saves an eighth at a time. Half of that twice as often are the same bytes, and what is saved of a row
-that matters is half as old; ``bench partial`` has both."""
+"""CPR saves an eighth at a time. Half of that twice as often is the same number of bytes, and saved rows are
+half as old; ``bench partial`` measures both."""
 
 VERIFIED_SHARE = 0.0025
-"""Of the training time. Hooks take about 0.6 % of it: with this, all of tracking stays below 1 %."""
+"""Share of the training time. Hooks take about 0.6 %, so that all of tracking stays below 1 %."""
 
 
 class Policy(Struct, frozen=True):
@@ -185,41 +188,43 @@ class Policy(Struct, frozen=True):
 
     Args:
         every_steps: save in ``step()`` when this many steps have passed since the last save.
-        every_seconds: or this many seconds; with neither, only ``save()`` saves.
+        every_seconds: save in ``step()`` when this many seconds have passed. With neither, only ``save()``
+            saves.
         strategy: a name, or an option value such as ``Chunked(round_versions=4)``.
-        keep: keep the newest so many versions; None keeps all, or the newest alone if one of the next two is
-            given.
-        keep_every: keep every version whose number this divides, too.
-        keep_seconds: keep every version younger than this, too.
-        when_busy: what a save does while the one before is still being written: "wait" for it; "skip" (the
-            rows stay marked and are in the next one); or "cancel" the one before, whose rows are then in this
-            one. Of two saves in a row, at most one is cancelled: the other is waited for.
+        keep: keep this many of the newest versions. None keeps all, or only the newest if ``keep_every`` or
+            ``keep_seconds`` is given.
+        keep_every: also keep versions whose number is a multiple of this.
+        keep_seconds: also keep versions younger than this.
+        when_busy: what a save does while the previous one is still being written: "wait" for it; "skip" this
+            save (its rows stay marked and are in the next one); or "cancel" the previous one, whose rows are
+            then in this one. Of two consecutive saves at most one is cancelled; the other is waited for.
         save_last: when the ``with`` block of the ``Checkpointer`` ends without an exception, save the last
-            step that ``step()`` was told, unless a version has it. A job does so when it ends.
-        deletion_delay_seconds: how long files that no version needs any more are kept for restores that
+            step passed to ``step()``, unless a version has it. A job does the same when it ends.
+        deletion_delay_seconds: how long to keep files that no version needs any more for restores that
             may still be reading them. On a local disk open files stay readable, so 0 is safe there.
-        lock_wait_seconds: how long to wait at the start, at most, for the lease of a writer that may be dead,
-            on stores other than a disk; None: until it has run out. A writer that is known to live is not
-            waited for, and one that is known to be dead neither.
-        quantize: store weights in 2, 3, 4 or 8 bits; "auto" or an ``AutoBits`` chooses; None stores them as
-            they are. A mapping says it for each table by name or pattern ("model.user_*"), of which the
-            first that fits counts; tables that none fits are stored as they are. Training itself stays in
-            full precision: only a restore gives back rounded weights.
-        quantize_state: store optimizer states that have an entry a row in 16 bits (bfloat16: off by 0.4 % at
-            most) or 8 (in logarithmic steps: off by 4.4 %, momentum by 9 %). None stores them as they are.
-        background_share: how much of a processor's time quantizing, and writing what was quantized, may take
-            while training goes on.
-        prioritize: save the rows first that matter most, for partial recovery (CPR): "mfu", those looked up
+        lock_wait_seconds: maximum time to wait at the start for the lease of a writer that may be dead, on
+            stores other than a disk. None: until the lease expires. There is no wait for a writer that is
+            known to be alive or dead.
+        quantize: store weights in 2, 3, 4 or 8 bits; "auto" or an ``AutoBits`` chooses; None stores them
+            unchanged. A mapping from table names or patterns ("model.user_*") sets it per table: the
+            first match wins, and tables without a match are stored unchanged. Training itself stays in
+            full precision: only a restore loads rounded weights.
+        quantize_state: store per-row optimizer state in 16 bits (bfloat16: error at most 0.4 %) or 8 bits
+            (logarithmic steps: error at most 4.4 %, for momentum 9 %). None stores it unchanged.
+        background_share: maximum share of one processor for quantizing, and for writing quantized rows,
+            during training.
+        prioritize: save the most important rows first, for partial recovery (CPR): "mfu", those looked up
             most often since they were saved; "ssu", those seen in a sample of the batches; "scar", those
             that changed most. ``step()`` then saves a ``fraction`` of the rows of the largest tables after
-            that fraction of the time. **Rows of such a version are of different ages**: each is as it was
-            when it was last saved. A version that ``save()`` makes is whole.
-        fraction: of the rows that are saved at a time by ``prioritize``. The smaller, the younger what is
-            saved of the rows that matter, for the same bytes; the other tables are saved whole each time.
-        verify: share of the training time that is spent on comparing rows with their digests, to find rows
-            that changed unseen: a rotating slice in every ``step()`` and ``save()``. "all" compares every row
-            at each save instead, so that no version misses a change: for debugging. 0 keeps no digests (8
-            bytes a row) and saves tables whole of which any row may have changed.
+            that fraction of the interval. **Rows of such a version have different ages**: each is in its last
+            saved state. A version that ``save()`` writes has the current state of all rows.
+        fraction: fraction of the rows per prioritized save, by default 1/16. With a smaller one, the saved
+            state of important rows is newer, for the same bytes. Of the smaller tables all changed rows are
+            saved each time.
+        verify: share of the training time, by default 0.0025, to spend on comparing rows with their digests,
+            to find unreported changes: a rotating slice in every ``step()`` and ``save()``. "all" compares
+            every row at each save instead, so that no version misses a change; use it for debugging. 0 keeps
+            no digests (8 bytes per row), and saves whole tables if any of their rows may have changed.
     """
 
     every_steps: int | None = None
@@ -272,7 +277,7 @@ class Policy(Struct, frozen=True):
         if self.prioritize not in (None, *PRIORITIES):
             raise ConfigError(f"prioritize is {self.prioritize!r}: expected {', '.join(PRIORITIES)} or None")
         if self.prioritize is not None and isinstance(self.strategy, Full):
-            raise ConfigError("prioritize saves some of the rows, strategy 'full' all: use another strategy")
+            raise ConfigError("prioritize cannot be combined with strategy 'full': use another strategy")
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction is {self.fraction!r}: expected above 0, at most 1")
         share: Any = self.verify
@@ -281,11 +286,11 @@ class Policy(Struct, frozen=True):
 
     @property
     def keeps_few(self) -> bool:
-        """Whether versions are deleted as new ones come, so that what the newest needs is what is stored."""
+        """Whether old versions are deleted, so that the store holds little more than the newest ones."""
         return self.keep is not None and self.keep_every is None and self.keep_seconds is None
 
     def bits_of(self, table: str) -> int | AutoBits | None:
-        """What ``quantize`` says of a table."""
+        """The ``quantize`` option of a table."""
         if isinstance(self.quantize, Mapping):
             wish = next((bits for name, bits in self.quantize.items() if fnmatchcase(table, name)), None)
         else:
@@ -294,27 +299,27 @@ class Policy(Struct, frozen=True):
 
 
 class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", forbid_unknown_fields=True):
-    """Servers keep parities of each other's rows in memory: any ``r`` of them may die at once.
+    """Servers keep parities of each other's rows in memory, so that any ``r`` of them may die at once.
 
-    Every ``k`` rows, which lie on different servers, have ``r`` parities, on yet others. ECRec is
+    Every ``k`` rows, each on a different server, have ``r`` parities on ``r`` other servers. ECRec is
     ``atomic=True, dense="replicate"``, ECRM is ``atomic=False, dense="workers"``.
 
     Args:
-        k: rows that share parities: memory grows by r / k. A job needs k + r servers or more.
-        r: parities: how many servers may die before what they held is recovered. 1 to 3.
-        atomic: whether a batch counts at all servers or at none, at the price of a second message.
-        dense: the network's parameters: "replicate" keeps r more copies of them; "workers" takes lost ones
-            from a worker, and begins their optimizer state anew; "none" keeps no copy: the loss of any server
-            ends the job.
-        rings: whether servers form rings of k + r that share nothing, so that failures of more than r
-            servers are survived unless they fall into one ring.
-        chunk_rows: rows that are recovered at a time behind the training's back; None: 1 MB of them.
-        recovery_share: how much of the time that may take: 1 is as fast as it can. None: that, if servers
-            have processors of their own; 0.2 where recovery takes from workers what it uses.
-        scrub_seconds: how long it is to take to check all parities while training runs, over and over; 0:
-            they are not checked.
-        beyond: what goes back to the last checkpoint if more than r servers die: the whole "job", or only
-            the "rows" that are lost, while all others go on (partial recovery).
+        k: number of rows that share parities. Memory grows by r / k. A job needs at least k + r servers.
+        r: number of parities, 1 to 3: how many servers may die before their rows are recovered.
+        atomic: apply a batch on all servers or on none, at the cost of a second message.
+        dense: how the network's parameters are protected: "replicate" keeps r more copies on servers;
+            "workers" takes lost parameters from a worker and resets their optimizer state; "none" keeps no
+            copy, so that the loss of any server ends the job.
+        rings: form rings of k + r servers that share no stripe. More than r failures are then survived
+            unless they fall into one ring.
+        chunk_rows: rows per chunk of background recovery. None: 1 MB of rows.
+        recovery_share: maximum share of time for background recovery; 1: no throttling. None: 1 if
+            servers have processors of their own, else 0.2.
+        scrub_seconds: duration of one pass of scrubbing, which compares all parities with their rows during
+            training; 0: never.
+        beyond: what reverts to the last checkpoint if more than r servers die: the whole "job", or only
+            the lost "rows" (partial recovery).
     """
 
     k: int
@@ -337,9 +342,16 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
 
 
 class Replication(Struct, frozen=True, tag_field="kind", tag="replication", forbid_unknown_fields=True):
-    """Every row lies on ``copies`` servers: all but one of them may die at once, for as much memory again.
+    """Keep every row on ``copies`` servers, of which all but one may die at once.
 
-    The arguments are those of ``ErasureCode``.
+    Args:
+        copies: number of copies, 2 to 4. Memory grows by copies - 1.
+        atomic: as in ``ErasureCode``.
+        rings: as in ``ErasureCode``, with rings of ``copies`` servers.
+        chunk_rows: as in ``ErasureCode``.
+        recovery_share: as in ``ErasureCode``.
+        scrub_seconds: as in ``ErasureCode``.
+        beyond: as in ``ErasureCode``.
     """
 
     copies: int = 2
@@ -356,7 +368,7 @@ class Replication(Struct, frozen=True, tag_field="kind", tag="replication", forb
         _check_recovery(self)
 
     def as_code(self) -> ErasureCode:
-        """The same as a code: one row, and parities that are copies of it."""
+        """The equivalent erasure code, whose parities are copies of one row."""
         return ErasureCode(
             1, self.copies - 1, self.atomic, "replicate", self.rings, self.chunk_rows, self.recovery_share,
             self.scrub_seconds, self.beyond,
@@ -364,34 +376,35 @@ class Replication(Struct, frozen=True, tag_field="kind", tag="replication", forb
 
 
 class NoProtection(Struct, frozen=True, tag_field="kind", tag="none", forbid_unknown_fields=True):
-    """Rows lie on one server each: if it dies, the job ends.
+    """Keep every row on one server. If a server dies, the job ends.
 
     Args:
-        atomic: whether a batch counts at all servers or at none, at the price of a second message.
+        atomic: apply a batch on all servers or on none, at the cost of a second message.
     """
 
     atomic: bool = False
 
 
 class PartialRecovery(Struct, frozen=True, tag_field="kind", tag="partial", forbid_unknown_fields=True):
-    """If a server dies, its rows go back to what was last saved of them, and everyone else goes on (CPR).
+    """If a server dies, revert only its rows to their last saved state, and continue training (CPR).
 
-    What those rows had learned since is lost: a portion of lost samples (PLS) of the samples since, times the
-    server's share of the rows. It costs no memory and nothing while nothing fails, but needs a checkpoint.
-    The network's parameters are taken from a worker. Two servers or more.
+    Updates of those rows since they were saved are lost. The portion of lost samples (PLS) is the share of
+    samples since then, times the server's share of the rows. Partial recovery costs no memory, and no time
+    without failures, but needs a checkpoint. The network's parameters are taken from a worker. A job needs at
+    least two servers.
 
     Args:
-        target_pls: the PLS that the whole training may end up with. With ``mtbf_hours`` it says how often to
-            save, unless the checkpoint does.
-        prioritize: which rows are saved first: "mfu" (most used), "ssu" (used lately) or "scar" (changed
-            most); None: all that have changed.
-        fraction: of the rows that are then saved at a time, that much more often.
-        mtbf_hours: how long the job runs between two failures, on average. If it is given, and going back
-            altogether would take less time by CPR's arithmetic, the job does that instead and says so.
-        save_seconds: how long training is held up by a save, …
-        load_seconds: … by reading one, …
-        reschedule_seconds: … and by getting a process in place of the dead one: for that arithmetic.
-        atomic: whether a batch counts at all servers or at none, at the price of a second message.
+        target_pls: the PLS that training may end with. Together with ``mtbf_hours`` it sets the save
+            interval, unless the checkpoint options do.
+        prioritize: which rows are saved first: "mfu" (most used), "ssu" (recently used) or "scar" (changed
+            most). None: each save writes all changed rows.
+        fraction: fraction of the rows per prioritized save, by default 1/16.
+        mtbf_hours: mean time between failures of the job. If it is given, and full recovery takes less time
+            by CPR's arithmetic, the job uses full recovery and reports it.
+        save_seconds: time that a save stops training, for that arithmetic.
+        load_seconds: time to load a checkpoint, for that arithmetic.
+        reschedule_seconds: time to replace a dead process, for that arithmetic.
+        atomic: apply a batch on all servers or on none, at the cost of a second message.
     """
 
     target_pls: float = 0.1
@@ -420,7 +433,7 @@ Protection = ErasureCode | Replication | PartialRecovery | NoProtection
 
 
 def parse_protection(text: str) -> Protection:
-    """Read one that is written "2+1" (k + r), "replicate", "partial" or "none"; ConfigError if it is none."""
+    """Parse "2+1" (k + r), "replicate", "partial" or "none". Raises ConfigError for anything else."""
     if text == "none":
         return NoProtection()
     if text == "partial":
@@ -488,12 +501,12 @@ class Local(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A process of a job that is killed (SIGKILL) when the job has done so many steps.
+    """Kill a process of a job (SIGKILL) at a step.
 
     Args:
-        role: which kind of process.
-        slot: which one of them, from 0.
-        step: when; the job looks a few times a second, so it is some steps later.
+        role: "server" or "worker".
+        slot: the process's number in its role, from 0.
+        step: the step. The job checks a few times per second, so the kill happens some steps later.
     """
 
     role: Literal["server", "worker"]
@@ -502,7 +515,7 @@ class Kill:
 
     @classmethod
     def parse(cls, text: str) -> Kill:
-        """Read one that is written ``server:2@step:300``; ConfigError if it is none."""
+        """Parse ``server:2@step:300``. Raises ConfigError for anything else."""
         who, _, when = text.partition("@")
         role, _, slot = who.partition(":")
         what, _, step = when.partition(":")
@@ -514,7 +527,7 @@ class Kill:
         return f"{self.role}:{self.slot}@step:{self.step}"
 
     def check(self, servers: int, workers: int) -> None:
-        """ConfigError unless a job of so many servers and workers has such a process."""
+        """Raise ConfigError unless a job with these numbers of servers and workers has the process."""
         count = servers if self.role == "server" else workers
         if self.slot >= count:
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""How a model or a reader gets to another process: not as bytes that run, but as what to call there.
+"""How to construct a model or a reader in another process: an import path with arguments, not a pickle.
 
-A recipe names a callable by its import path and the arguments to call it with, all of which JSON can hold.
-Holdfast's own models and readers remember how they were made (``described``), so that one at hand can be
-made again elsewhere; whoever brings their own gives its import path.
+A recipe is the import path of a callable and its arguments, as plain values. Holdfast's own models and
+readers remember their arguments (``described``), so that they can be constructed again; for your own, give an
+import path.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _DEEPEST = 100
 
 
 class Recipe(Struct, frozen=True):
-    """What to call, "package.module:callable", and the arguments to call it with, by name."""
+    """The import path of a callable, "package.module:callable", and its keyword arguments."""
 
     path: str
     arguments: dict[str, Any] = {}
 
 
 def described(kind: Kind) -> Kind:
-    """Decorate a class so that its objects remember the arguments that they were made with."""
+    """Decorate a class so that its objects remember the arguments of their constructor."""
     init = kind.__init__  # type: ignore[misc]
     signature = inspect.signature(init)
 
@@ -53,9 +53,9 @@ def described(kind: Kind) -> Kind:
 
 
 def recipe_of(thing: object) -> Recipe:
-    """How to make an equal object: as it was when it was made, whatever became of it since.
+    """The recipe that constructs an object like this one, in its initial state.
 
-    Raises ConfigError for an object that cannot say so.
+    Raises ConfigError if the object does not know its arguments.
     """
     kind = type(thing)
     path = f"{kind.__module__}:{kind.__qualname__}"
@@ -63,26 +63,28 @@ def recipe_of(thing: object) -> Recipe:
     made_with = getattr(thing, _MADE_WITH, None)
     # A subclass with an __init__ of its own was called with other arguments than were remembered.
     if made_with is None or not getattr(kind.__init__, "describes", False):
-        raise ConfigError(f"{path} cannot be made in another process, as it does not say how: {cure}")
+        raise ConfigError(
+            f"{path} cannot be constructed in another process, because its arguments are not known: {cure}"
+        )
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ConfigError(f"{path} cannot be imported in another process: move it to a module, or {cure}")
     try:
         return Recipe(path, {name: plain(value, name) for name, value in made_with[1].items()})
     except ConfigError as error:
-        raise ConfigError(f"{path} cannot be made in another process: {error}; {cure}") from None
+        raise ConfigError(f"{path} cannot be constructed in another process: {error}; {cure}") from None
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:
-    """The value as JSON holds it: arrays and tuples become lists, paths strings; ``where`` is its name."""
+    """Convert a value to plain data: arrays and tuples to lists, paths to strings. ``where`` is its name."""
     if depth > _DEEPEST:
-        raise ConfigError(f"{where[:100]}… is nested more than {_DEEPEST} deep, or holds itself")
+        raise ConfigError(f"{where[:100]}… is nested more than {_DEEPEST} deep, or contains itself")
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ConfigError(
-            f"{where} is an integer that does not fit in 64 bits: other processes cannot be sent it"
+            f"{where} is an integer that does not fit in 64 bits: it cannot be sent to other processes"
         )
     if value is None or isinstance(value, bool | int | str) or _is_number(value):
         return value
@@ -99,10 +101,10 @@ def _is_number(value: Any) -> bool:
 
 
 def find(path: str) -> Callable[..., Any]:
-    """The callable of that import path. Raises ConfigError that says which part of it is wrong."""
+    """Import the callable of that path. Raises ConfigError that says which part of it is wrong."""
     module_name, colon, name = path.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
-        raise ConfigError(f'{path!r} is no import path: expected "package.module:callable"')
+        raise ConfigError(f'{path!r} is not an import path: expected "package.module:callable"')
     module = _import(module_name, path)
     try:
         found = operator.attrgetter(name)(module)
@@ -134,10 +136,9 @@ def _file(module: Any) -> str:
 
 
 def make(recipe: Recipe, **extra: Any) -> Any:
-    """Import what the recipe names and call it with its arguments; ``extra`` come on top of those.
+    """Import the recipe's callable and call it with its arguments and ``extra``.
 
-    Raises ConfigError if there is no such thing or it takes other arguments. What it raises itself goes
-    through.
+    Raises ConfigError if it does not exist or takes other arguments. Its own exceptions propagate.
     """
     target = find(recipe.path)
     arguments = {**recipe.arguments, **extra}
@@ -157,7 +158,7 @@ def make(recipe: Recipe, **extra: Any) -> Any:
 
 
 def takes(path: str, name: str) -> bool:
-    """Whether what the path names has a parameter of that name, or one that takes all."""
+    """Whether the callable has a parameter of that name, or ``**kwargs``."""
     try:
         parameters = inspect.signature(find(path)).parameters
     except ValueError:
@@ -166,7 +167,7 @@ def takes(path: str, name: str) -> bool:
 
 
 def check_has(thing: object, names: Sequence[str], path: str, expected: str) -> None:
-    """Raises ConfigError, which names the recipe's path, if the object lacks one of these attributes."""
+    """Raise ConfigError, which names the recipe's path, if the object lacks one of these attributes."""
     missing = [name for name in names if not hasattr(thing, name)]
     if missing:
         raise ConfigError(
@@ -175,10 +176,10 @@ def check_has(thing: object, names: Sequence[str], path: str, expected: str) -> 
 
 
 def find_own_modules() -> None:
-    """Let modules be imported from the folder that a command is started in.
+    """Make modules in the working folder importable.
 
-    It comes behind everything that is installed: a file ``torch.py`` there, which anybody may have put into a
-    shared folder, does not take the place of the package. A PYTHONPATH that names the folder is left alone.
+    The folder comes last in ``sys.path``: a file ``torch.py`` there, which anybody may have put into a
+    shared folder, does not shadow the package. A PYTHONPATH that names the folder is respected.
     """
     here = os.getcwd()
     asked_for = os.environ.get("PYTHONPATH", "").split(os.pathsep)

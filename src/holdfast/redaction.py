@@ -1,4 +1,4 @@
-"""Keeping passwords out of what is shown and written: messages, logs, events, files of a run.
+"""Keep passwords out of messages, logs, events and the files of a run.
 
 A URL may hold a password (``sftp://ann:hunter2@host/run``), its query a token, an option a key. The raw
 values go to whoever opens the store and nowhere else. Everything for people goes through ``redact``: the
@@ -48,7 +48,7 @@ def redacted(value: Any) -> Any:
 
 
 def is_secret_name(name: object) -> bool:
-    """Whether a value of this name is for nobody to see."""
+    """Whether the name marks a value as secret."""
     return isinstance(name, str) and _SECRET_NAME.fullmatch(name) is not None
 
 
@@ -74,7 +74,7 @@ class Secrets:
         return cls(_secrets(url, options))
 
     def scrub(self, text: str) -> str:
-        """The text without them."""
+        """Replace the secrets in a text."""
         for value in self._known:
             text = text.replace(value, HIDDEN)
         return redact(text)

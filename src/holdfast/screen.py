@@ -1,4 +1,4 @@
-"""What people see: consoles for long runs, and tables for screens of any width."""
+"""Console output: consoles for long runs, and tables for any screen width."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ANY_WIDTH = 10_000
 
 
 class RunConsole(Console):
-    """A console for long runs: when nobody reads it any more, as when Ctrl-C has ended a ``tee`` behind it,
-    the run goes on."""
+    """A console for long runs: if the reader of the output is gone, for example a ``tee`` that Ctrl-C has
+    ended, the run continues."""
 
     def on_broken_pipe(self) -> None:
         """Drop this and all later output."""
@@ -27,32 +27,32 @@ class RunConsole(Console):
 
 
 def drop_output() -> None:
-    """Let standard output lead nowhere from now on."""
+    """Redirect standard output to /dev/null."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print lines as they are."""
+    """Print lines without markup or wrapping."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_error(message: str) -> None:
-    """Print an error's sentence to standard error."""
+    """Print an error message to standard error."""
     Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 class Columns:
-    """A table in which no number is ever cut: where it is too wide, whole columns are left out.
+    """A table that never truncates numbers: if it is too wide, whole columns are dropped.
 
-    If that is not enough, columns of words are folded. A line below says what was left out.
+    If that is not enough, columns of words are folded. A line below names the dropped columns.
 
     Args:
-        names: of the columns.
-        words: those of words, at the left; all others are numbers, at the right.
-        spare: those that may be left out, the first one first.
-        look: of the table, as rich takes it.
+        names: names of the columns.
+        words: columns of words, left-aligned; all others are numbers, right-aligned.
+        spare: columns that may be dropped, in this order.
+        look: keyword arguments for rich's table.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Columns:
         self._rows: list[tuple[dict[str, Text], str | None]] = []
 
     def add_row(self, *cells: str | Text, style: str | None = None) -> None:
-        """A cell for each column; nothing in it is taken for markup."""
+        """Add a row with a cell for each column. Cells are not parsed as markup."""
         texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
         self._rows.append((dict(zip(self._names, texts, strict=True)), style))
 

@@ -1,8 +1,7 @@
-"""Ctrl-C and SIGTERM: the first stops a run in order, the next one at once, and either is said to be heard.
+"""Ctrl-C and SIGTERM: the first stops a run in an orderly way, the second at once.
 
-Python calls a signal's handler between two instructions of the main thread, and so not while that computes in
-compiled code for a minute. So what is said of a signal is said by another thread (``Notice``), to which the
-interpreter passes signals on as they come.
+Python calls signal handlers between two instructions of the main thread, so not while that runs compiled code
+for a minute. So another thread (``Notice``), which the interpreter notifies at once, prints the message.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 @contextlib.contextmanager
 def stop_on_signals(in_order: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
-    """The signals received so far; each counts here once, the next one does what it did before.
+    """Yield the list of signals received so far. Each signal is caught once, then its old handler is
+    restored.
 
-    So does the first while there is nothing that could be ended in order.
+    While ``in_order`` returns False, the first signal goes to the old handler, too.
     """
     received: list[int] = []
     before: dict[int, Any] = {}
@@ -59,12 +59,12 @@ def stop_on_signals(in_order: Callable[[], bool] = lambda: True) -> Iterator[lis
 
 
 class Notice:
-    """Says "stopping…" as soon as a signal arrives; a context manager for the main thread.
+    """Prints "stopping…" as soon as a signal arrives. A context manager for the main thread.
 
-    What has not ended some seconds after the second signal is ended: processes of a job end with this one.
+    Some seconds after the second signal it ends this process, and with it the processes of a job.
 
     Attributes:
-        then: what is still done after the first signal, which the message says too; "" if nothing is.
+        then: what is still done after the first signal, for the message; may be empty.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Notice:
         self._ours.close()
 
     def wait(self) -> None:
-        """Of a signal that was received, wait until that is said: what is said next comes after it."""
+        """After a signal, wait until the message is printed, so that later output follows it."""
         self._said.wait(_SAY_SECONDS)
 
     def _listen(self) -> None:
@@ -119,7 +119,7 @@ class Notice:
         self._said.set()
 
     def _end_soon(self, number: int) -> None:
-        """Unless the main thread does so itself; sooner with the next signal."""
+        """End the process, unless the main thread does so itself; at once with the next signal."""
         if select.select([self._ours], [], [], _AT_ONCE_SECONDS)[0] and not self._ours.recv(1):
             return
         if sys.stdout.isatty():
@@ -128,10 +128,10 @@ class Notice:
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was ended at once.
+    """A run was stopped at once.
 
     Attributes:
-        lines: what to say of it.
+        lines: the lines to print.
     """
 
     def __init__(self, *lines: str) -> None:
@@ -140,10 +140,10 @@ class Stopped(KeyboardInterrupt):
 
 
 class WorkerPool(ProcessPoolExecutor):
-    """Processes that leave Ctrl-C to this one, and do not outlive the block: if it raises, they are killed.
-    If this process is killed, they end by themselves.
+    """Processes that ignore Ctrl-C and do not outlive the block: if it raises, they are killed. If this
+    process is killed, they end by themselves.
 
-    They are started anew, not forked: torch's threads do not survive that.
+    They are spawned, not forked, because torch's threads do not survive a fork.
     """
 
     def __init__(

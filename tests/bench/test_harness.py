@@ -51,7 +51,7 @@ def test_json_has_the_agreed_shape() -> None:
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
-    with pytest.raises(ConfigError, match=r"no bench 'trian': there are .*train"):
+    with pytest.raises(ConfigError, match=r"unknown bench 'trian': expected one of .*train"):
         run_bench("trian", quick=True, json_path=None, console=console)
     with pytest.raises(ConfigError, match="there is no folder"):
         run_bench("train", quick=True, json_path=tmp_path / "no" / "f.json", console=console)

@@ -232,7 +232,7 @@ def test_missing_empty_and_odd_files(tmp_path: Path) -> None:
 
 def test_gzip_of_nothing(tmp_path: Path) -> None:
     paths = write(tmp_path, [text_of(2), b""], compressed=True)
-    with pytest.raises(DataError, match="day_1 holds no line"):
+    with pytest.raises(DataError, match="day_1 has no lines"):
         read(criteo(paths))
 
 
@@ -253,7 +253,7 @@ def test_damaged_gzip_gives_the_batches_before_and_then_names_the_file(
     paths[1].write_bytes(damaged)
     expected = twin_batches(lines_of(text_of(50)) + lines_of(text_of(50, 1)), 4)
     got: Batches = []
-    with pytest.raises(DataError, match=r"day_1 (is cut off|cannot be read) after \d+ uncompressed bytes"):
+    with pytest.raises(DataError, match=r"day_1 (is truncated|cannot be read) after \d+ uncompressed bytes"):
         got.extend(plain(batch) for batch in criteo(paths))
     assert got == expected[: len(got)]
     assert len(got) >= 12
@@ -364,10 +364,10 @@ def test_nothing_stays_open(
 def test_a_second_iteration_goes_on_and_the_first_says_so(tmp_path: Path) -> None:
     reader = criteo(write(tmp_path, [text_of(12)]))
     first, unused = iter(reader), iter(reader)
-    with pytest.raises(WrongReaderState, match="newer iteration"):
+    with pytest.raises(WrongReaderState, match="newer iterator"):
         next(first)
     next(unused)
     assert [batch.index for batch in reader] == [1, 2]
-    with pytest.raises(WrongReaderState, match="newer iteration"):
+    with pytest.raises(WrongReaderState, match="newer iterator"):
         next(unused)
     assert [batch.index for batch in reader] == [0, 1, 2]

@@ -116,7 +116,7 @@ def test_loading_after_iter_is_refused() -> None:
     source = reader()
     batches = iter(source)
     next(batches)
-    with pytest.raises(WrongReaderState, match="came after iter"):
+    with pytest.raises(WrongReaderState, match="was called after iter"):
         source.load_state_dict(source.state_dict())
 
 

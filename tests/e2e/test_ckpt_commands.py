@@ -108,7 +108,7 @@ def test_looking_leaves_no_trace(folder: Path, quick: Command) -> None:
     assert "6 versions, " in shown["ls"].stdout
     assert '{"auc": 0.75}' in shown["ls"].stdout
     assert "model.tables.1.weight" in shown["show"].stdout
-    assert "whole: versions 1 to 6" in shown["verify"].stdout
+    assert "intact: versions 1 to 6" in shown["verify"].stdout
     assert "would delete versions 1 to 5" in shown["gc"].stdout
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_chunk(folder: Path, quick: Command) -> None:
     done = ckpt("verify", "store", cwd=folder)
     assert done.returncode == 1
     assert f"damaged chunks/{chunk.name}, needed by version 6: " in done.stdout
-    assert "whole: versions 1 to 5" in done.stdout
+    assert "intact: versions 1 to 5" in done.stdout
     assert "Traceback" not in done.stderr
     assert quick("verify", "store", "5", cwd=folder).returncode == 0
     refused = quick("restore", "store", "--out", "x.safetensors", cwd=folder)
@@ -173,7 +173,7 @@ def test_leftovers_are_named_and_freed(folder: Path, quick: Command) -> None:
     assert "deleted versions 1 to 4" in freed.stdout
     assert f"deleted chunks/{left.name} (left over)" in freed.stdout
     assert not left.exists()
-    assert "whole: versions 5 to 6" in quick("verify", "store", cwd=folder).stdout
+    assert "intact: versions 5 to 6" in quick("verify", "store", cwd=folder).stdout
 
 
 def test_exports(folder: Path, quick: Command) -> None:
@@ -192,10 +192,10 @@ def test_exports(folder: Path, quick: Command) -> None:
     ("arguments", "code", "message"),
     [
         (["ls", "nowhere"], 1, "no store at nowhere"),
-        (["show", "store", "77"], 1, "holds no version 77: it has 1 to 6"),
-        (["verify", "store", "77"], 1, "holds no version 77"),
-        (["verify", "."], 1, "holds no version"),
-        (["gc", "."], 1, "nothing to tidy"),
+        (["show", "store", "77"], 1, "has no version 77: it has 1 to 6"),
+        (["verify", "store", "77"], 1, "has no version 77"),
+        (["verify", "."], 1, "has no version"),
+        (["gc", "."], 1, "nothing to clean up"),
         (["gc", "store", "--keep", "0"], 1, "keep is 0: expected at least 1"),
         (["export", "store", "--out", "store"], 1, "store is a folder: name a file"),
         (["export", "store", "--format", "delta", "--out", "d"], 1, "--since"),
@@ -249,7 +249,7 @@ def test_on_s3(s3_server: S3Server, tmp_path: Path, quick: Command, monkeypatch:
     assert "6 versions, " in shown.stdout
     checked = ckpt("verify", url, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
-    assert "whole: versions 1 to 6" in checked.stdout
+    assert "intact: versions 1 to 6" in checked.stdout
     done = quick("export", url, "--out", "m.safetensors", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     weight = load_file(tmp_path / "m.safetensors")["tables.1.weight"]

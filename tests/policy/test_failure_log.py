@@ -39,7 +39,7 @@ def test_jobs_that_failed_or_not(tmp_path: Path) -> None:
     [
         ("", "line 0: expected the names of the columns"),
         ("10\n20\n", "line 1: expected the names of the columns"),
-        ("time,server\nyesterday,1\n", "line 2: 'yesterday' is no time"),
+        ("time,server\nyesterday,1\n", "line 2: 'yesterday' is not a time"),
         ("time,server\n1,first\n", "line 2: expected a time and a server's number"),
         ("hours,failed\n-1,1\n", "line 2: -1 hours: expected 0 or more"),
         ("hours,failed\nnan,1\n", "line 2: nan hours"),
@@ -53,7 +53,7 @@ def test_bad_lines_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 @pytest.mark.parametrize("text", ["time\n", "hours,failed\n3,0\n"])
 def test_a_log_without_failures_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(DataError, match="holds no failure"):
+    with pytest.raises(DataError, match="contains no failure"):
         read(tmp_path, text)
 
 

@@ -170,7 +170,7 @@ def test_the_demonstration() -> None:
         ),
         (
             "checkpoint={path: a, strategy: full, prioritize: mfu}",
-            r"checkpoint\.prioritize saves some of the rows, strategy 'full' all: use another strategy",
+            r"checkpoint\.prioritize cannot be combined with strategy 'full': use another strategy",
         ),
         ("threads=100000", r"threads: expected `int` <= 1024"),
         ("job.servers=100000", r"job\.servers: expected `int` <= 1024"),
@@ -241,9 +241,7 @@ def test_a_plan_may_decide_the_servers(tmp_path: Path) -> None:
 def test_partial_recovery_by_priority_and_full_versions_do_not_go_together() -> None:
     partial = "job={servers: 2, protection: {kind: partial, prioritize: ssu}}"
     assert load(None, [partial, "checkpoint={path: a, every_steps: 5}"])
-    with pytest.raises(
-        ConfigError, match=r"checkpoint\.prioritize saves some of the rows, strategy 'full' all"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoint\.prioritize cannot be combined with strategy 'full'"):
         load(None, [partial, "checkpoint={path: a, every_steps: 5, strategy: full}"])
 
 

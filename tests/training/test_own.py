@@ -88,7 +88,7 @@ HERE = "tests.training.test_own"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("model=dlrm", "'dlrm' is no import path: expected"),
+        ("model=dlrm", "'dlrm' is not an import path: expected"),
         ("model=no_such:build", "there is no module no_such"),
         ("model.build=3", r"model\.build: expected `str`, got `int`"),
         ("model.build=a:b model.dim=3", r"there is no key model\.dim; model has build, arguments"),

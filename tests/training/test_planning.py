@@ -90,9 +90,9 @@ def test_failures_come_from_a_log(tmp_path: Path) -> None:
     [
         ({"mtbf": "-5h"}, "the mean time between failures in hours is -5: expected above 0"),
         ({"mtbf": "often"}, "--mtbf is 'often': expected a time such as"),
-        ({"mtbf": None}, "nothing says how often servers fail: give --mtbf"),
-        ({"size": None}, "nothing says how large the model is: give --size"),
-        ({"servers": None}, "nothing says how many servers hold the tables: give --servers"),
+        ({"mtbf": None}, "the failure rate is unknown: give --mtbf"),
+        ({"size": None}, "the size of the model is unknown: give --size"),
+        ({"servers": None}, "the number of servers is unknown: give --servers"),
         ({"servers": 0}, "the number of servers is 0"),
         ({"dim": 0}, "--dim is 0: expected 1 to 1,000,000 weights in a row"),
         ({"optimizer": "lion"}, "--optimizer is 'lion': expected one of sgd, momentum"),
@@ -131,9 +131,7 @@ def test_the_planned_configuration_can_be_loaded(tmp_path: Path) -> None:
     assert planned.job.servers == 3
     assert planned.optimizer.name == "adam"
     assert out.read_text().startswith("# Planned by holdfast ")
-    with pytest.raises(
-        ConfigError, match="is there already: name another file, or overwrite it with --force"
-    ):
+    with pytest.raises(ConfigError, match="already exists: name another file, or overwrite it with --force"):
         write_configuration(found, None, out, None, force=False)
     write_configuration(found, None, out, None, force=True)
     alone = load(out)

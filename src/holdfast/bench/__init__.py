@@ -1,1 +1,1 @@
-"""One file per result that is claimed, and the harness that measures them all the same way."""
+"""One module per published result, and the shared harness."""

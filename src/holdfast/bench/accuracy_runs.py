@@ -32,7 +32,7 @@ Scored: TypeAlias = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large the runs are."""
+    """The size of the runs."""
 
     steps: int = 1000
     batch: int = 512
@@ -43,7 +43,7 @@ class Size:
 
 
 class Cell(NamedTuple):
-    """Bits (None: raw), and how often the run is restored."""
+    """The bits (None: raw) and the number of restores."""
 
     bits: int | None
     restores: int

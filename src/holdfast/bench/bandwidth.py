@@ -84,7 +84,7 @@ SETTINGS = (
 
 
 def run(report: Report) -> None:
-    """All strategies, bits and optimizers; then what it costs training."""
+    """Measure all strategies, bits and optimizers, then the slowdown of training."""
     if report.quick:
         measure(
             report, rows=24_000, settings=[SETTINGS[0], *(replace(s, restores=(1,)) for s in SETTINGS[1:])]
@@ -225,7 +225,7 @@ class Run:
 
 @dataclass
 class Usage:
-    """What the checkpoints of a run took."""
+    """The bytes of a run's checkpoints."""
 
     bits: int | None
     per_save: list[int] = field(default_factory=list)

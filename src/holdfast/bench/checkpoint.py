@@ -44,7 +44,7 @@ _SETTLED_BYTES = 64 << 20
 
 
 def run(report: Report) -> None:
-    """The full trace, or a short one."""
+    """Measure the full trace, or a short one."""
     if report.quick:
         measure(report, versions=40, max_rows=100_000, rounds=3)
     else:

@@ -81,7 +81,7 @@ class StrategyRun:
         return sum(i.size for i in store.list()), sum(f.bytes for f in files if f.kind == "baseline")
 
     def close(self) -> None:
-        """Let go of the store and free its disk."""
+        """Close the store and delete its files."""
         self.checkpointer.close()
         shutil.rmtree(self.folder)
 

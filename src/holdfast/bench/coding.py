@@ -31,7 +31,7 @@ Floats = NDArray[np.float32]
 
 
 def run(report: Report) -> None:
-    """The copies, the updates, the drift."""
+    """Measure XOR, updates and drift."""
     rounds, updates = (5, 50_000) if report.quick else (21, 1_000_000)
     report.settings.update(k=K, words=WORDS, push_records=PUSH_RECORDS, rounds=rounds, updates=updates)
     measure_xor(report, rounds)

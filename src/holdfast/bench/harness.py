@@ -1,9 +1,8 @@
-"""How every claim is measured.
+"""Shared code of all benchmarks.
 
-The sides of a comparison run in one process, in turns, each round in the opposite order to the one
-before, so that what else the machine does falls on all of them alike. What is reported is the median
-of the rounds' ratios, with the middle half of them as the spread. Absolute times belong to the machine
-that they were taken on; the JSON says which.
+The alternatives of a comparison run interleaved in one process, and each round reverses the order, so that
+other load on the machine affects all of them alike. A figure is the median of the rounds' ratios, with the
+interquartile range as its spread. Absolute times depend on the machine, which the JSON names.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from holdfast.errors import ConfigError
 BENCHES = {
     "bandwidth": "quantized increments against full checkpoints: bytes written and stored",
     "checkpoint": "checkpoints of each strategy, torch.save and DCP: stall, bytes, restores",
-    "coding": "parities that follow their members: GB/s beside memcpy; how far sums of floats drift",
+    "coding": "updates of parities: GB/s compared with memcpy; drift of parities that are sums of floats",
     "job": "parameter servers and workers against a plain PyTorch loop: samples/s, processor time, bytes",
     "kernels": "vector and OpenMP kernels against their plain fallbacks: rows/s of codecs, stall of a save",
     "overhead": "erasure codes, copies and checkpoints against no protection: time, memory, load",
-    "partial": "partial recovery with emulated failures: overhead, AUC lost, what tracking costs",
-    "quantize": "row codecs beside torch's, fbgemm's and k-means: loss, rows/s, bytes",
+    "partial": "partial recovery with emulated failures: overhead, AUC lost, cost of tracking",
+    "quantize": "row codecs against those of torch and fbgemm and against k-means: loss, rows/s, bytes",
     "quantize-accuracy": "AUC lost by restores from quantized checkpoints, by bits and restores",
-    "recovery": "a server is killed: how soon training goes on, what it costs, when all is back",
+    "recovery": "a killed server: time until training resumes, throughput, time until all is recovered",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median with the quartiles round it."""
+    """A median with its quartiles."""
 
     median: float
     low: float
@@ -50,7 +49,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The median and the middle half of some values."""
+        """The median and quartiles of some values."""
         low, median, high = np.percentile(np.asarray(values, float), [25, 50, 75])
         return cls(float(median), float(low), float(high))
 
@@ -59,7 +58,7 @@ class Spread:
 class Report:
     """Collects what a bench measures.
 
-    ``figures`` are the numbers that are claimed, by dotted name; ``raw`` is all that they came from.
+    ``figures`` are the published numbers, by dotted name; ``raw`` has the measurements behind them.
     """
 
     bench: str
@@ -72,7 +71,7 @@ class Report:
     json_path: Path | None = None
 
     def figure(self, name: str, value: float | Spread, note: str = "") -> None:
-        """Record a figure and show it at once."""
+        """Record a figure and print it."""
         if isinstance(value, Spread):
             self.spreads[name] = value
             text = f"{_readable(value.median)}   ({_readable(value.low)} to {_readable(value.high)})"
@@ -83,7 +82,7 @@ class Report:
         self.console.print(f"  {name:<44} {text:<36} {note}", highlight=False, markup=False, soft_wrap=True)
 
     def to_json(self) -> bytes:
-        """Everything, as every bench writes it."""
+        """All figures, settings and raw measurements as JSON."""
         return msgspec.json.format(
             msgspec.json.encode(
                 {
@@ -97,9 +96,9 @@ class Report:
         )
 
     def kept_runs(self) -> dict[str, Any]:
-        """What an interrupted run of the same bench left as ``raw["runs"]``, if nothing has changed since.
+        """``raw["runs"]`` of an interrupted run of the same bench with the same settings, else empty.
 
-        Such a run has ``raw["unfinished"]``.
+        An interrupted run has ``raw["unfinished"]``.
         """
         path = self.json_path
         if path is None or not path.exists():
@@ -121,7 +120,7 @@ class Report:
             return {}
 
     def save(self) -> None:
-        """Write what there is so far to the file that was asked for, if one was."""
+        """Write everything so far to the JSON file, if one was given."""
         if self.json_path is not None:
             written = _part_of(self.json_path)
             written.write_bytes(self.to_json() + b"\n")
@@ -129,7 +128,7 @@ class Report:
 
 
 def check_json_path(path: Path | None) -> None:
-    """ConfigError if figures could not be written there: said before they are measured, not after."""
+    """Raise ConfigError before measuring if the JSON file could not be written."""
     if path is None:
         return
     try:
@@ -145,14 +144,14 @@ def check_json_path(path: Path | None) -> None:
 
 
 def _part_of(path: Path) -> Path:
-    """What is written first, so that the file itself is always whole."""
+    """The temporary file that is renamed when it is complete."""
     return path.with_name(path.name + ".part")
 
 
 def interleave(
     sides: Mapping[str, Callable[[], float]], rounds: int, on_round: Callable[[int], None] = lambda done: None
 ) -> dict[str, list[float]]:
-    """Call each side once a round, turning the order round each time; what each returned, by round."""
+    """Call each side once per round, in alternating order. Returns the results of each side by round."""
     results: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         names = list(sides) if number % 2 == 0 else list(reversed(list(sides)))
@@ -163,7 +162,7 @@ def interleave(
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
-    """The spread of the rounds' ratios: each round compares what ran side by side."""
+    """The spread of the ratios, round by round."""
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
@@ -179,7 +178,7 @@ def _readable(value: float) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """On what a bench ran."""
+    """Describe the machine and the versions of packages."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -202,7 +201,7 @@ def machine() -> dict[str, Any]:
 
 
 def list_benches(console: Console) -> None:
-    """Print the names and what each measures."""
+    """Print the names and descriptions of all benches."""
     table = Table("bench", "measures", box=None)
     for name, text in BENCHES.items():
         table.add_row(name, text)
@@ -210,15 +209,15 @@ def list_benches(console: Console) -> None:
 
 
 def run_bench(name: str, *, quick: bool, json_path: Path | None, console: Console) -> Report:
-    """Run one bench; each of its figures is printed as soon as it stands."""
+    """Run one bench, and print each figure as soon as it is known."""
     if name not in BENCHES:
-        raise ConfigError(f"there is no bench {name!r}: there are {', '.join(BENCHES)}")
+        raise ConfigError(f"unknown bench {name!r}: expected one of {', '.join(BENCHES)}")
     check_json_path(json_path)
     report = Report(name, quick, console, json_path=json_path)
     where = machine()
     console.print(
         f"bench {name}{' --quick' if quick else ''} on {where['cores']} cores of {where['cpu']}, "
-        f"torch {where['torch']}: medians, with the middle half of the rounds in brackets",
+        f"torch {where['torch']}: medians, with the interquartile range in parentheses",
         highlight=False,
         soft_wrap=True,
     )

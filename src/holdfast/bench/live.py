@@ -53,7 +53,7 @@ def with_servers(config: Config, servers: int, **job: Any) -> Config:
 
 
 class _WithoutSpares(LocalLauncher):
-    """Starts no process ahead of need."""
+    """Starts no spare processes."""
 
     def warm(self, role: str) -> None:
         """Nothing."""
@@ -108,13 +108,13 @@ class LiveJob:
         return self._holding
 
     def freeze(self) -> None:
-        """Stop all processes, and the thread that watches them."""
+        """Suspend all processes, and the thread that watches them."""
         self._running.clear()
         for peer in self._engine.pids():
             self._engine.signal(peer, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let all go on."""
+        """Resume all processes."""
         for peer in self._engine.pids():
             self._engine.signal(peer, signal.SIGCONT)
         self._running.set()
@@ -146,7 +146,7 @@ class LiveJob:
         return self.wait(stand, "a stand of all workers")
 
     def go_on(self) -> None:
-        """Let workers go on."""
+        """Let workers continue."""
         self._holding = False
 
     def window(self, seconds: float) -> tuple[Status, Status, float]:

@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """The size of the measurement."""
 
     max_rows: int
     seconds: float

@@ -53,7 +53,7 @@ WAYS: Mapping[str, tuple[WayName, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured."""
+    """The size of the measurement."""
 
     lesson: Lesson
     seeds: int

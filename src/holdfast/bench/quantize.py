@@ -43,7 +43,7 @@ HARD: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] = {
 
 
 def run(report: Report) -> None:
-    """All dims, bits and methods."""
+    """Measure all dims, bits and methods."""
     if report.quick:
         measure(report, dims=DIMS, steps=40, rows=300, timed_rows=8192, rounds=3)
     else:
@@ -54,7 +54,7 @@ def measure(
     report: Report, *, dims: Sequence[int], steps: int, rows: int, timed_rows: int, rounds: int,
     max_rows: int = 3000,
 ) -> None:  # fmt: skip
-    """Losses on every distribution, then speeds, dim by dim."""
+    """Measure losses on every distribution, then speeds, for each dim."""
     report.settings.update(
         dims=list(dims), steps=steps, rows=rows, timed_rows=timed_rows, rounds=rounds, max_rows=max_rows,
         optimizer="adagrad", kmeans_iterations=15,

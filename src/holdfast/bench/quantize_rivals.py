@@ -24,7 +24,7 @@ ITERATIONS = 15
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A row-wise quantizer of somebody else.
+    """A row-wise quantizer of another library.
 
     ``encode`` quantizes rows; it is what is timed. ``decode`` takes what it gives.
     """

@@ -52,7 +52,7 @@ CHUNKS = {"512": 512, "usual": None, "all": 1 << 31}
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """The size of the measurement."""
 
     max_rows: tuple[int, ...]
     """Sizes of tables; the last is the one that figures are of."""

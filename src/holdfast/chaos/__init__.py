@@ -1,1 +1,1 @@
-"""Faults on purpose against a real job, and a checker that knows what every row must be."""
+"""Chaos tests: inject faults into a real job, and check every row against its expected value."""

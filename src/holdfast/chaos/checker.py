@@ -32,7 +32,7 @@ ROWS_OF_A_BATCH = SAMPLES * len(TABLE_ROWS)
 
 @dataclass
 class Checker:
-    """Checks one job after the other in one store.
+    """Checks successive jobs with one store.
 
     Args:
         plan: of the job; ``follow`` takes the next one's.
@@ -60,7 +60,7 @@ class Checker:
         return sum(int(counts.sum()) for counts in self._twin.counts)
 
     def check_version(self, number: int | None = None) -> None:
-        """Read a version, by default the newest, and compare each row of it with what it must be."""
+        """Read a version, by default the newest, and compare each row with its expected value."""
         with open_saving(self.plan, create=False) as store:
             version, batches = self._batches(store, number)
             shards = [
@@ -170,7 +170,7 @@ class Checker:
             self.problems.append(f"{text} are not there ({updates} updates)")
 
     def complain(self, text: str) -> None:
-        """Something is wrong that is no row's."""
+        """Record a problem that does not concern a row."""
         self.wrong += 1
         self.problems.append(text)
 

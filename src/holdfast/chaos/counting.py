@@ -32,7 +32,7 @@ Counts = NDArray[np.int64]
 
 
 class Counting(nn.Module):
-    """Whatever it is given, each looked-up row has a gradient of 1."""
+    """A model in which each looked-up row has a gradient of 1."""
 
     table_dim = 4
 
@@ -106,7 +106,7 @@ class Numbered:
 
 
 class Twin:
-    """All rows of a job to which nothing happens.
+    """The rows of a job without faults.
 
     Args:
         plan: of a job with a ``Counting`` model and a ``Numbered`` reader.
@@ -125,7 +125,7 @@ class Twin:
         """Before anything has counted."""
 
     def go_to(self, batches: NDArray[np.int64]) -> bool:
-        """Have exactly these batches counted; False, and nothing changes, if others have already."""
+        """Count exactly these batches. Returns False, without changes, if others already count."""
         wanted = [count_rows(batches), np.full_like(self.counts[-1], len(batches))]
         missing = [new - old for new, old in zip(wanted, self.counts, strict=True)]
         if any((each < 0).any() for each in missing):

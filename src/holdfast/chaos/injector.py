@@ -1,4 +1,4 @@
-"""Makes faults happen to a job that runs, each as soon as the code covers it.
+"""Inject faults into a running job, each as soon as the code covers it.
 
 No more servers are taken at once than the code has parities, and a further one only when everything that is
 lost has been brought back; a server that is taken again and again counts once. ``Injector.step`` is the main
@@ -45,7 +45,7 @@ _LATE_SECONDS = 3.0
 
 @dataclass
 class _Chase:
-    """A slot whose replacements are killed."""
+    """A slot whose replacements are to be killed."""
 
     slot: int
     last: Peer
@@ -62,7 +62,7 @@ class _Stream:
 
 @dataclass
 class Injector:
-    """The faults of one job.
+    """Injects the faults of one job.
 
     Args:
         seed: decides which.
@@ -96,14 +96,14 @@ class Injector:
     _for_good: dict[str, list[tuple[Peer, Peer]]] = field(default_factory=dict)
 
     def start(self) -> None:
-        """From now on faults happen."""
+        """Start injecting faults."""
         now = time.monotonic()
         for faults in (server_faults(self.seed, self.shape), other_faults(self.seed, self.shape)):
             first = next(faults)
             self._streams.append(_Stream(faults, first, now + first.gap_seconds))
 
     def stop(self) -> None:
-        """No more faults: whoever was stopped goes on, and all links are whole."""
+        """Stop injecting faults: resume suspended processes, and repair all links."""
         self._streams.clear()
         self._chase = None
         self.blocked_since = None
@@ -119,11 +119,11 @@ class Injector:
         return any(kind in SERVER_KINDS | TWO_KINDS | BEYOND_KINDS for kind in self.done)
 
     def note(self, status: Status) -> None:
-        """How the job is getting on."""
+        """Record a progress report of the job."""
         self._status, self._heard = status, time.monotonic()
 
     def step(self) -> None:
-        """Do what is due."""
+        """Inject the faults that are due."""
         now = time.monotonic()
         self.processes.bury()
         while self._timers and self._timers[0][0] <= now:
@@ -160,7 +160,7 @@ class Injector:
         return alive and not lacks and node.peer.incarnation > self._killed.get(node.peer.slot, 0)
 
     def _may(self, fault: Fault, now: float) -> bool:
-        """Whether the job stands this."""
+        """Whether the job must survive this fault."""
         status = self._status
         if status is None or status.phase not in ("running", "holding"):
             return False

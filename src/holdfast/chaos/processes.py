@@ -45,7 +45,7 @@ class Processes(LocalLauncher):
         return max(found, key=lambda peer: peer.incarnation, default=None)
 
     def bury(self) -> None:
-        """Kill those whose time is up."""
+        """Kill replaced processes after their grace period."""
         now = time.monotonic()
         for peer in [peer for peer, at in self._doomed.items() if now >= at]:
             del self._doomed[peer]

@@ -1,4 +1,4 @@
-"""``holdfast chaos``: what to do to which job, and what became of it. ``run_chaos`` is the main path."""
+"""``holdfast chaos``: its options and its result. ``run_chaos`` is the main path."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _MOST_SEED = 2**62
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """What to do to which job.
+    """Options of ``holdfast chaos``.
 
     Args:
-        seed: decides the faults.
-        minutes: how long they happen.
+        seed: seed of the faults.
+        minutes: duration of the faults.
         servers: processes that hold rows.
         workers: processes that compute.
         protect: the code, "K+R" or "replicate", as ``holdfast train --protect`` takes it.
@@ -82,18 +82,18 @@ class ChaosOptions:
 
     @property
     def code(self) -> ErasureCode:
-        """That protects the servers."""
+        """The erasure code that protects the servers."""
         protection = parse_protection(self.protect)
         if isinstance(protection, NoProtection | PartialRecovery):
             raise ConfigError(
-                f"protection is {self.protect}, but nothing is to be lost when servers die: expected a code, "
+                f"protection is {self.protect}, but no row may be lost when servers die: expected a code, "
                 "such as 2+1"
             )
         code = protection.as_code() if isinstance(protection, Replication) else protection
         return msgspec.structs.replace(code, atomic=self.atomic, dense=self.dense)
 
     def config(self, store: Path) -> Config:
-        """Of the job."""
+        """The configuration of the job."""
         # Of a network that comes from a worker the optimizer's state begins anew: SGD has none, so that its
         # weights tell how many batches have counted.
         counts = ["optimizer.name=sgd", f"optimizer.lr={1 / SAMPLES}"] if self.dense == "workers" else []
@@ -117,16 +117,16 @@ class ChaosOptions:
 
 @dataclass
 class ChaosResult:
-    """What happened, and what became of it."""
+    """The result of a chaos run."""
 
     faults: Counter[str] = field(default_factory=Counter)
     recoveries: int = 0
-    """Servers that took over and brought all rows back."""
+    """Replaced servers whose rows were all recovered."""
     workers_replaced: int = 0
     supervisors_restarted: int = 0
     batches: int = 0
     acknowledged: int = 0
-    """Batches of which workers were told that they count."""
+    """Batches that were acknowledged to workers."""
     updates_checked: int = 0
     """Updates of rows by those batches; every row was compared with its twin's."""
     versions_checked: int = 0
@@ -145,13 +145,13 @@ class ChaosResult:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is lost or wrong, nothing hung, and nothing was left behind."""
+        """Whether nothing is lost or wrong, nothing hung, and no process is left behind."""
         return not (self.problems or self.lost or self.wrong or self.hangs or self.orphans)
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosProgress:
-    """Where things stand."""
+    """The progress of a chaos run."""
 
     phase: str
     fraction: float
@@ -160,13 +160,13 @@ class ChaosProgress:
     recoveries: int
     batches: int
     degraded: tuple[int, ...]
-    """Servers that have not brought everything back."""
+    """Servers that are not fully recovered."""
 
 
 def run_chaos(
     options: ChaosOptions, on_progress: Callable[[ChaosProgress], None] = lambda progress: None
 ) -> ChaosResult:
-    """Do it; afterwards no process is left, whatever happened."""
+    """Run the job under faults and check it. No process is left behind, whatever happens."""
     started = time.monotonic()
     result = ChaosResult(folder=make_folder(options.run))
     prepare()  # compiles what servers need, once: the first time it takes long

@@ -1,4 +1,4 @@
-"""Which faults happen, to whom, for how long and after which pause: all of it decided by a seed.
+"""The schedule of faults: kinds, targets, durations and pauses, all decided by a seed.
 
 When a fault happens depends on the job as well: one that takes servers waits until the code covers it. So the
 same seed gives the same faults in the same order, but not at the same step.
@@ -111,7 +111,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The job that faults happen to."""
+    """The shape of the job."""
 
     servers: int
     workers: int
@@ -121,7 +121,7 @@ class Shape:
 
 
 def server_faults(seed: int, shape: Shape) -> Iterator[Fault]:
-    """Faults that may take servers, for ever."""
+    """An endless sequence of faults that may take down servers."""
     kinds = dict(SERVER_KINDS)
     kinds |= TWO_KINDS if shape.r >= 2 else {}
     kinds |= BEYOND_KINDS if shape.beyond else {}
@@ -134,7 +134,7 @@ def server_faults(seed: int, shape: Shape) -> Iterator[Fault]:
 
 
 def other_faults(seed: int, shape: Shape) -> Iterator[Fault]:
-    """Faults that take no server, for ever."""
+    """An endless sequence of faults that take down no server."""
     dice = random.Random(f"others {seed}")
     for kind in _draw(dice, OTHER_KINDS):
         gap = _gap(dice, OTHER_GAP_SECONDS)

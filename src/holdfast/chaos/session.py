@@ -29,7 +29,7 @@ _PHASES = {
 
 
 def run(options: ChaosOptions, json_path: Path | None, console: Console) -> ChaosResult:
-    """Do it, show it, and write the figures."""
+    """Run chaos tests, show progress, and write the figures."""
     check_json_path(json_path)
     code = f"{options.code.k} + {options.code.r}"
     console.print(
@@ -120,7 +120,7 @@ def run_on_virtual_time(seed: int, count: int, json_path: Path | None, console: 
 
 
 def verdict(result: ChaosResult) -> str:
-    """What it all comes to."""
+    """The verdict in one sentence."""
     if result.good and result.data_losses:
         times = "once" if result.data_losses == 1 else f"{result.data_losses} times"
         return f"data was lost {times}, as said, and the job went back; nothing else is lost or wrong"

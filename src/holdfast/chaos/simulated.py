@@ -23,7 +23,7 @@ _PART = 20
 
 @dataclass
 class SimulatedResult:
-    """How they went."""
+    """The result of simulated schedules."""
 
     schedules: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -32,7 +32,7 @@ class SimulatedResult:
     virtual_seconds: float = 0.0
     seconds: float = 0.0
     violations: dict[int, list[str]] = field(default_factory=dict)
-    """What was wrong, by seed."""
+    """Violations by seed."""
 
     @property
     def per_minute(self) -> float:

@@ -37,7 +37,7 @@ Phase = Literal["starting", "faults", "recovering", "checking", "ending"]
 
 
 class Hang(HoldfastError):
-    """A job does not go on."""
+    """A job makes no progress."""
 
 
 class Clock:
@@ -60,7 +60,7 @@ class Trial:
 
     Args:
         plan: of it, with a ``Counting`` model.
-        seed: decides the faults.
+        seed: seed of the faults.
         folder: of it, which is made.
         checker: of its store.
         clock: says how long faults happen.
@@ -130,7 +130,7 @@ class Trial:
             self._events.close()
 
     def events(self) -> Counter[str]:
-        """How often what has happened."""
+        """The number of events by name."""
         found = read_events(self.folder)
         counts = Counter(event["event"] for event in found)
         counts["supervisor_started"] = sum(
@@ -208,7 +208,7 @@ class Trial:
         self._events.emit("phase", phase=phase)
 
     def _watch(self) -> None:
-        """Raise Hang if nothing goes on."""
+        """Raise Hang if there is no progress."""
         now = time.monotonic()
         where = f"see {self.folder}"
         blocked = self.injector.blocked_since

@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than people like to wait without one."""
+"""A progress bar for long operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOW_AFTER_SECONDS = 2.0
 
 @contextlib.contextmanager
 def byte_progress(text: str, total: int, wanted: bool | None = None) -> Iterator[Callable[[int], None]]:
-    """Gives a function to be told how many bytes are done; draws a bar on stderr after two seconds.
+    """Yield a function that takes the number of bytes done; draws a bar on stderr after two seconds.
 
     ``wanted``: True or False; None is only on a terminal.
     """

@@ -1,7 +1,7 @@
 """The ``holdfast`` command: read this first.
 
-Exit codes: 0 done; 1 an error that a sentence on stderr explains; 2 wrong usage; 3 trained, but the state at
-the end is not saved; 128 + n stopped by signal n.
+Exit codes: 0 success; 1 an error, explained in one sentence on stderr; 2 wrong usage; 3 training finished,
+but its final state is not saved; 128 + n stopped by signal n.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.errors import NO_THREAD, HoldfastError, is_lack_of_threads
 from holdfast.screen import say_error
 
 app = typer.Typer(
-    help="Keeps the training of recommendation models going when machines fail.",
+    help="Fault-tolerant training of recommendation models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -80,10 +80,7 @@ def main() -> None:
             raise
         asked = re.search(r"allocate (\d+ bytes|[\d.]+ \w+)|overflowed", str(error))
         much = f" ({asked[1]} at once)" if asked and asked[1] else ""
-        _fail(
-            f"this machine has too little memory for that{much}: try fewer rows (data.max_rows), smaller "
-            "layers or smaller batches"
-        )
+        _fail(f"out of memory{much}: try fewer rows (data.max_rows), smaller layers or smaller batches")
 
 
 def _fail(message: str) -> NoReturn:
@@ -92,6 +89,6 @@ def _fail(message: str) -> NoReturn:
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    """PyTorch has no error of its own for it."""
+    """PyTorch raises a plain RuntimeError when it cannot allocate memory."""
     said = ("can't allocate memory", "Storage size calculation overflowed")
     return isinstance(error, MemoryError) or any(text in str(error) for text in said)

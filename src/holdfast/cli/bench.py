@@ -10,11 +10,11 @@ from rich.console import Console
 
 
 def bench(
-    name: Annotated[str | None, typer.Argument(help="Which one; without it, all are listed.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The same comparison in at most a minute.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write every figure with its name to this file.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The benchmark to run. Lists all if omitted.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke test of at most a minute.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write all figures by name to this JSON file.")] = None,
 ) -> None:
-    """Measure a claim side by side in one run."""
+    """Run a benchmark. Alternatives are interleaved in one run."""
     from holdfast.bench import harness  # noqa: PLC0415
 
     if name is None:

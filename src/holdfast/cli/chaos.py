@@ -15,48 +15,47 @@ from holdfast.screen import RunConsole, say
 
 
 def chaos(
-    seed: Annotated[int, typer.Option(help="Decides the faults.")] = 0,
-    minutes: Annotated[float, typer.Option(help="How long they happen.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Duration of the faults.")] = 1.0,
     servers: Annotated[int, typer.Option(help="Processes that hold rows.")] = 4,
     workers: Annotated[int, typer.Option(help="Processes that compute.")] = 2,
     protect: Annotated[
         str,
-        typer.Option(metavar="K+R", help="The code that protects servers, or [bold]replicate[/]."),
+        typer.Option(metavar="K+R", help="The erasure code, or [bold]replicate[/]."),
     ] = "2+1",
     atomic: Annotated[
-        bool, typer.Option(help="Whether a batch counts at all servers or at none (two phases).")
+        bool, typer.Option(help="Apply a batch on all servers or on none (two phases).")
     ] = True,
     dense: Annotated[
         str,
         typer.Option(
             metavar="WHO",
-            help="Who has copies of the network: servers ([bold]replicate[/]) or [bold]workers[/], as ECRM.",
+            help="Who keeps copies of the network: servers ([bold]replicate[/]), or [bold]workers[/] as in "
+            "ECRM.",
         ),
     ] = "replicate",
     beyond: Annotated[
         bool,
         typer.Option(
             "--beyond",
-            help="Take more servers at once than the code covers: the job must say so, and go on from its "
-            "last checkpoint.",
+            help="Take down more servers at once than the code covers. The job must report the loss and "
+            "resume from its last checkpoint.",
         ),
     ] = False,
     simulated: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Instead, run N jobs on virtual time, without processes: their shapes and faults come from "
-            "seeds, of which --seed is the first.",
+            help="Instead, simulate N jobs on virtual time, without processes. Seeds starting at --seed "
+            "decide their shapes and faults.",
         ),
     ] = None,
-    run: Annotated[
-        str | None, typer.Option(help="The run's folder; a new one under runs/ by default.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write every figure with its name to this file.")] = None,
+    run: Annotated[str | None, typer.Option(help="The run's folder. Default: a new one under runs/.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures by name to this JSON file.")] = None,
 ) -> None:
-    """Kill, stop and cut off the processes of a real job, and check that nothing was lost.
+    """Kill, suspend and partition the processes of a real job, and check that nothing is lost.
 
-    Exit code 1 if anything was, if a row is wrong, if the job hung, or if a process was left behind.
+    Exit code 1 if an update is lost, a row is wrong, the job hangs, or a process is left behind.
     """
     from holdfast.chaos import session  # noqa: PLC0415
     from holdfast.chaos.run import ChaosOptions  # noqa: PLC0415
@@ -67,13 +66,13 @@ def chaos(
             good = session.run(options, json, Console()).good
         elif options != ChaosOptions(seed):
             raise ConfigError(
-                "a simulated job has its shape from its seed: leave out all but --seed and --json"
+                "--simulated takes only --seed and --json: the seed decides the shape of a simulated job"
             )
         else:
             good = not session.run_on_virtual_time(seed, simulated, json, Console()).violations
     except KeyboardInterrupt:
         notice.wait()
-        say(RunConsole(), "stopped: what was not checked by then is not known to be right")
+        say(RunConsole(), "stopped: the remaining checks were not done")
         raise typer.Exit(128 + signal.SIGINT) from None
     if not good:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""``holdfast ckpt``: looks after a store."""
+"""``holdfast ckpt``: manages a store."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Annotated, Literal
 import typer
 
 ckpt = typer.Typer(
-    help="Look at checkpoints, check them, take them out, and free space.",
+    help="Inspect, verify, export and delete checkpoints.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
 _Path = Annotated[str, typer.Argument(metavar="PATH", help="The store: a folder, or a URL such as s3://…")]
 _Version = Annotated[
-    int | None, typer.Argument(metavar="[VERSION]", help="Its number, as ls shows it; the newest by default.")
+    int | None, typer.Argument(metavar="[VERSION]", help="Version number, as in ls. Default: the newest.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+_Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 _Object = Annotated[
-    str | None, typer.Option("--object", metavar="NAME", help="Whose state; by default of the only module.")
+    str | None,
+    typer.Option("--object", metavar="NAME", help="The object to export. Default: the only module."),
 ]
 
 
@@ -41,7 +42,7 @@ def ls(path: _Path, json: _Json = False) -> None:
 
 @ckpt.command(epilog="Example: holdfast ckpt show runs/today/checkpoints 12")
 def show(path: _Path, version: _Version = None, json: _Json = False) -> None:
-    """Show what a version is made of: tables, files, and all other state."""
+    """Show the tables, files and other state of a version."""
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
     from holdfast.checkpoint.tools import inspect as tools  # noqa: PLC0415
     from holdfast.checkpoint.tools import printing  # noqa: PLC0415
@@ -58,12 +59,12 @@ def show(path: _Path, version: _Version = None, json: _Json = False) -> None:
 def verify(
     path: _Path,
     versions: Annotated[
-        list[int] | None, typer.Argument(metavar="[VERSION]…", help="Which ones; all by default.")
+        list[int] | None, typer.Argument(metavar="[VERSION]…", help="Version numbers. Default: all.")
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="All versions, also when some are named.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="All versions, even if some are named.")] = False,
     json: _Json = False,
 ) -> None:
-    """Read every byte that versions need and check it; exit code 1 if something is damaged."""
+    """Verify the checksums and completeness of versions. Exit code 1 if something is damaged."""
     from holdfast.checkpoint.progress_bar import byte_progress  # noqa: PLC0415
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
     from holdfast.checkpoint.tools import printing  # noqa: PLC0415
@@ -89,7 +90,7 @@ def restore(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The safetensors file to write.")] = ...,  # type: ignore[assignment]
     force: _Force = False,
 ) -> None:
-    """Write all state of a version to one safetensors file: tables, optimizer rows, everything else."""
+    """Write all state of a version to one safetensors file: tables, optimizer state, dense state."""
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
     from holdfast.checkpoint.tools import export, printing  # noqa: PLC0415
 
@@ -110,20 +111,20 @@ def export_(
         Literal["safetensors", "dcp", "delta"],
         typer.Option(
             "--format",
-            help="A model's state_dict; a folder for torch.distributed.checkpoint; or what changed.",
+            help="A state_dict; a folder for torch.distributed.checkpoint; or changed rows only.",
         ),
     ] = "safetensors",
-    out: Annotated[Path, typer.Option(metavar="FILE_OR_FOLDER", help="What to write.")] = ...,  # type: ignore[assignment]
+    out: Annotated[Path, typer.Option(metavar="FILE_OR_FOLDER", help="The output path.")] = ...,  # type: ignore[assignment]
     object_: _Object = None,
     since: Annotated[
-        int | None, typer.Option(metavar="VERSION", help="delta: the version that is there already.")
+        int | None, typer.Option(metavar="VERSION", help="delta: the version that it is applied to.")
     ] = None,
     all_fields: Annotated[
-        bool, typer.Option("--all-fields", help="delta: optimizer state of the rows too.")
+        bool, typer.Option("--all-fields", help="delta: include the optimizer state of the rows.")
     ] = False,
     force: _Force = False,
 ) -> None:
-    """Write a version's model in a format that other programs read."""
+    """Export a version's model for other programs."""
     from holdfast.checkpoint.store import open_store  # noqa: PLC0415
     from holdfast.checkpoint.tools import printing  # noqa: PLC0415
     from holdfast.checkpoint.tools.delta import export_as  # noqa: PLC0415
@@ -138,20 +139,20 @@ def export_(
 @ckpt.command(epilog="Example: holdfast ckpt gc runs/today/checkpoints --keep 5 --keep-every 100 --dry-run")
 def gc(
     path: _Path,
-    keep: Annotated[int | None, typer.Option(metavar="N", help="Keep the newest so many versions.")] = None,
+    keep: Annotated[int | None, typer.Option(metavar="N", help="Keep the N newest versions.")] = None,
     keep_every: Annotated[
-        int | None, typer.Option(metavar="M", help="Keep every version that this divides, too.")
+        int | None, typer.Option(metavar="M", help="Also keep versions whose number is a multiple of M.")
     ] = None,
     keep_seconds: Annotated[
-        float | None, typer.Option(metavar="T", help="Keep every version younger than this, too.")
+        float | None, typer.Option(metavar="T", help="Also keep versions younger than T seconds.")
     ] = None,
     delay: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long files stay for restores that are under way.")
+        float, typer.Option(metavar="SECONDS", help="Keep unneeded files this long for running restores.")
     ] = 0.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
     json: _Json = False,
 ) -> None:
-    """Delete versions that are not to be kept, and files that no version needs.
+    """Delete old versions, and files that no version needs.
 
     Without a --keep option no version is deleted. The store must have no other writer.
     """

@@ -1,4 +1,4 @@
-"""Says at once that a command stops, whichever it is."""
+"""The notice that a command is stopping, shared by all commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that reckon: ``plan``, ``simulate`` and ``emulate``. No logic here, either."""
+"""The planning commands: ``plan``, ``simulate`` and ``emulate``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _option_of(hint: Any) -> Any:
     return Annotated[kind, _option(shown.text, shown.panel, shown.example, shown.name)]
 
 
-Among = Annotated[str | None, _option(f"Only these: {', '.join(KINDS)}.", WISHES, "KIND,…")]
+Among = Annotated[str | None, _option(f"Consider only these: {', '.join(KINDS)}.", WISHES, "KIND,…")]
 
 
 @_with_given()
@@ -69,14 +69,14 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the recommended one for holdfast train.")
+        Path | None, typer.Option(metavar="FILE", help="Write the recommendation as a configuration.")
     ] = None,
     store: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where that configuration saves: a folder or a URL.")
+        str | None, typer.Option(metavar="PATH", help="Checkpoint path of that configuration: folder or URL.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:  # fmt: skip
-    """Say which protection fits a model and a cluster, and what each would cost."""
+    """Recommend a protection for a model on a cluster, and show what each one costs."""
     find_own_modules()
     from holdfast.policy import printing  # noqa: PLC0415
     from holdfast.policy.planner import plan as make_plan  # noqa: PLC0415
@@ -103,7 +103,7 @@ def simulate(
     nodes: Annotated[
         str | None,
         typer.Option(
-            metavar="N,…", help="Numbers of servers, each as large and fast as those given; 10 to 10,000."
+            metavar="N,…", help="Cluster sizes, of servers as given. Default: 10 to 10,000."
         ),
     ] = None,
     failures: Annotated[
@@ -113,15 +113,15 @@ def simulate(
             help="How servers fail: linear, hourly (CPR's), exponential, gamma=SHAPE, weibull=SHAPE, log.",
         ),
     ] = "linear,hourly",
-    runs: Annotated[int, typer.Option(help="Simulated runs of each.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of the failures.")] = 0,
+    runs: Annotated[int, typer.Option(help="Simulated runs per protection and size.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the failures.")] = 0,
     paper: Annotated[
         bool, typer.Option("--paper", help="CPR's Figure 13: its own cluster, full and partial recovery.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Plot the costs.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:  # fmt: skip
-    """Simulate months of training under failures, on clusters of any size, beside what plan expects."""
+    """Simulate training under failures on clusters of any size, and compare it with the plan."""
     find_own_modules()
     from holdfast.policy.printing import make_console, show_basis  # noqa: PLC0415
     from holdfast.sim import plots, printing, scaling  # noqa: PLC0415
@@ -150,67 +150,65 @@ def simulate(
     if plot is not None:
         plots.plot_points(points, plot, "CPR, Figure 13" if paper else "Protections on clusters of any size")
         if not json:
-            typer.echo(f"drew {plot}")
+            typer.echo(f"wrote {plot}")
 
 
-_FAILURES, _TRAINING = "Failures", "What is trained"
+_FAILURES, _TRAINING = "Failures", "Training"
 
 
 def emulate(
     ways: Annotated[
-        str, typer.Option(metavar="WAY,…", help="Of full, partial, cpr, cpr-scar, cpr-mfu, cpr-ssu.")
+        str, typer.Option(metavar="WAY,…", help="Among full, partial, cpr, cpr-scar, cpr-mfu, cpr-ssu.")
     ] = "full,partial,cpr,cpr-scar,cpr-mfu,cpr-ssu",
     seeds: Annotated[
-        int, typer.Option(min=1, help="Trainings of each way, with other data and failures.")
+        int, typer.Option(min=1, help="Runs of each way, with different data and failures.")
     ] = 1,
-    failures: Annotated[float, _option("How many are expected in the training.", _FAILURES)] = 2.0,
+    failures: Annotated[float, _option("Expected number of failures.", _FAILURES)] = 2.0,
     distribution: Annotated[
         str,
-        _option("When: uniform, exponential, gamma=SHAPE, weibull=SHAPE.", _FAILURES, "MODEL"),
+        _option("Their times: uniform, exponential, gamma=SHAPE, weibull=SHAPE.", _FAILURES, "MODEL"),
     ] = "uniform",
     at: Annotated[
         list[str] | None,
-        _option(
-            "One failure after this time, of a random server or this one. Repeatable.", _FAILURES, "20h:3"
-        ),
+        _option("One failure at this time, of a random or of this server. Repeatable.", _FAILURES, "20h:3"),
     ] = None,
     failure_log: Annotated[
-        Path | None, _option("As in a log: lines of 'time,server'.", _FAILURES, "FILE")
+        Path | None, _option("Replay a failure log: lines of 'time,server'.", _FAILURES, "FILE")
     ] = None,
-    servers_per_failure: Annotated[int, _option("How many go down together.", _FAILURES)] = 1,
-    hours: Annotated[str, _option("How long the training would take.", CLUSTER, "56h")] = "56h",
-    servers: Annotated[int, _option("Servers that hold the tables.", CLUSTER)] = 8,
-    save: Annotated[str, _option("Time of a save of everything.", CLUSTER, "5.65m")] = "0.0942h",
+    servers_per_failure: Annotated[int, _option("Servers that fail together.", _FAILURES)] = 1,
+    hours: Annotated[str, _option("Training time without failures.", CLUSTER, "56h")] = "56h",
+    servers: Annotated[int, _option("Number of servers.", CLUSTER)] = 8,
+    save: Annotated[str, _option("Time of a full save.", CLUSTER, "5.65m")] = "0.0942h",
     load: Annotated[str, _option("Time to read a checkpoint.", CLUSTER, "2.4m")] = "0.04h",
     reschedule: Annotated[str, _option("Time to replace a machine.", CLUSTER, "2.6m")] = "0.044h",
-    target_pls: Annotated[float, _option("Portion of lost samples that cpr aims at.", WISHES)] = 0.1,
+    target_pls: Annotated[float, _option("Target portion of lost samples (PLS) of cpr.", WISHES)] = 0.1,
     fraction: Annotated[
-        float, _option("Of the rows, that prioritised saving saves at a time.", WISHES)
+        float, _option("Fraction of the rows per prioritized save.", WISHES)
     ] = PRIORITIZED_FRACTION,
     shape: Annotated[
-        str, _option("Tables and samples as in Criteo's kaggle or terabyte,", _TRAINING)
+        str, _option("Table sizes and samples of Criteo: kaggle or terabyte.", _TRAINING)
     ] = "kaggle",
     samples: Annotated[
-        int | None, _option("Samples to train with, if not as many as that leaves.", _TRAINING)
+        int | None, _option("Number of training samples. Default: from --shape and --scale.", _TRAINING)
     ] = None,
     scale: Annotated[
-        float | None, _option("divided by this; 100 for kaggle, 10,000 for terabyte.", _TRAINING)
+        float | None, _option("Divisor of --shape. Default: 100 for kaggle, 10,000 for terabyte.", _TRAINING)
     ] = None,
     criteo: Annotated[
         list[Path] | None,
-        _option("Clicks in Criteo's format in place of made-up ones. Repeatable.", _TRAINING, "FILE"),
+        _option("Train on clicks in Criteo's format, not on synthetic ones. Repeatable.", _TRAINING, "FILE"),
     ] = None,
-    batch_size: Annotated[int | None, _option("Samples of a step.", _TRAINING)] = None,
+    batch_size: Annotated[int | None, _option("Batch size.", _TRAINING)] = None,
     lr: Annotated[float | None, _option("Learning rate of SGD.", _TRAINING)] = None,
-    zipf: Annotated[float | None, _option("How skewed lookups are.", _TRAINING)] = None,
-    noise: Annotated[float | None, _option("How much of a click is chance.", _TRAINING)] = None,
-    test_samples: Annotated[int | None, _option("Samples of the test.", _TRAINING)] = None,
+    zipf: Annotated[float | None, _option("Zipf exponent of the lookups.", _TRAINING)] = None,
+    noise: Annotated[float | None, _option("Noise of the labels.", _TRAINING)] = None,
+    test_samples: Annotated[int | None, _option("Number of test samples.", _TRAINING)] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Trainings side by side; as many as cores.")
+        int | None, typer.Option(min=1, help="Parallel processes. Default: one per core.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a small model that loses rows to emulated failures, and compare ways to recover."""
+    """Train a small model under emulated failures, and compare ways to recover."""
     from holdfast.policy.printing import make_console  # noqa: PLC0415
     from holdfast.policy.units import parse_hours  # noqa: PLC0415
     from holdfast.sim import draws, emulation_printing, emulator, printing, student, timeline  # noqa: PLC0415

@@ -18,45 +18,45 @@ _UNSAVED = 3
 
 def train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="What to train; all keys have defaults.")
+        Path | None,
+        typer.Argument(metavar="[CONFIG.yaml]", help="The configuration. All keys have defaults."),
     ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as optimizer.lr=0.1."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
-    run: Annotated[
-        str | None, typer.Option(help="The run's folder; a new one under runs/ by default.")
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="The run's folder. Default: a new one under runs/.")] = None,
     servers: Annotated[
-        int | None, typer.Option(help="Processes that hold the tables; without any, train in this process.")
+        int | None,
+        typer.Option(help="Server processes, which hold the tables. Default: train in this process."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that compute, with --servers; 2 by default.")
+        int | None, typer.Option(help="Worker processes, which compute; needs --servers. Default: 2.")
     ] = None,
     protect: Annotated[
         str | None,
         typer.Option(
             metavar="K+R",
-            help="What keeps the job going when servers die: R parities in memory for every K rows, on "
-            "servers of their own, so that any R servers may die; or [bold]replicate[/] (every row twice); "
-            "or [bold]partial[/] (lost rows go back to the last checkpoint); or [bold]none[/]. A code needs "
-            "K+R servers or more.",
+            help="Protection against dead servers: an erasure code with R parities for every K rows, so that "
+            "any R servers may die (needs at least K+R servers); [bold]replicate[/] (two copies of every "
+            "row); [bold]partial[/] (lost rows revert to the last checkpoint); or [bold]none[/].",
         ),
     ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ROLE:SLOT@step:N", help="Kill a process at a step to see what happens; repeatable."
+            metavar="ROLE:SLOT@step:N",
+            help="Kill a process at a step, such as server:1@step:200. Repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Train a recommendation model: in this process, or with --servers in many."""
+    """Train a recommendation model in this process, or with --servers in many."""
     job = {"servers": servers, "workers": workers, "kill": kill}
     overrides = [f"job.{key}={json_.dumps(value)}" for key, value in job.items() if value is not None]
     protection = [] if protect is None else [f"job.protection={json_.dumps(protect)}"]
     try:
-        # First: what --set says of it is on top.
+        # --protect comes first, so that --set can override its parts.
         code = _train(config, [*protection, *(set_ or []), *overrides], seed, run)
     except KeyboardInterrupt as stop:
         notice.wait()
@@ -68,7 +68,7 @@ def train(
 
 
 def _train(config: Path | None, overrides: list[str], seed: int | None, run: str | None) -> int:
-    """The exit code."""
+    """Train, and return the exit code."""
     # Importing torch takes seconds: only commands that need it do.
     from holdfast.training.config import load  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""What every code can do: make parities of records, keep them up to date, and bring lost records back.
+"""The interface of erasure codes: compute parities, update them, and recover lost records.
 
 A stripe has ``k`` data records, its members, and ``r`` parities. Parity ``t`` is the sum over the members
 ``m`` of ``coefficient(t, m) * member``, in a field of bit patterns in which a sum is an XOR. So a parity can
@@ -29,21 +29,21 @@ _BLOCK_BYTES = 1 << 17  # of a record array that is summed up at a time: its sum
 
 @dataclass(frozen=True, slots=True)
 class Code(ABC):
-    """``k`` data and ``r`` parity records a stripe; made by ``code_for``."""
+    """An erasure code with ``k`` data and ``r`` parity records per stripe. Created by ``code_for``."""
 
     k: int
     r: int
 
     @abstractmethod
     def coefficient(self, parity: int, member: int) -> int:
-        """What a member counts for in a parity: 1 to 255."""
+        """The coefficient of a member in a parity, 1 to 255."""
 
     @abstractmethod
     def update(
         self, parity_records: Records, places: NDArray[np.integer], parity: Numbers, member: Numbers,
         differences: Records,
     ) -> None:  # fmt: skip
-        """Let parities follow: ``differences[i]`` of a member goes to ``parity_records[places[i]]``.
+        """Update parities: add ``differences[i]`` of a member to ``parity_records[places[i]]``.
 
         ``parity`` and ``member`` say which parity the record is and which member changed: one number for all
         or one each. A record may be named several times, with different members or the same: all count.
@@ -70,7 +70,7 @@ class Code(ABC):
         return parities
 
     def syndrome(self, parity: int, parity_records: Records, members: Mapping[int, Records]) -> Records:
-        """What is left of a parity without these members: the sum of the parts of all others."""
+        """A parity minus the given members: the contribution of all others."""
         left = parity_records.copy()
         self._add_all(left, parity, members)
         return left
@@ -78,9 +78,9 @@ class Code(ABC):
     def decode(
         self, members: Mapping[int, Records], parities: Mapping[int, Records]
     ) -> tuple[dict[int, Records], dict[int, Records]]:
-        """The members and the parities that are not given, by number, from those that are.
+        """Recover the missing members and parities, by number, from the given ones.
 
-        At least ``k`` of the ``k + r`` have to be given; all that are given are believed.
+        At least ``k`` of the ``k + r`` must be given. They are assumed to be correct.
         """
         wrong = [m for m in members if not 0 <= m < self.k] + [t for t in parities if not 0 <= t < self.r]
         if wrong:
@@ -104,7 +104,7 @@ class Code(ABC):
         return found, rebuilt
 
     def _add_all(self, target: Records, parity: int, members: Mapping[int, Records]) -> None:
-        """Add all members' parts, block by block."""
+        """Add the contributions of all members, block by block."""
         rows = max(1, _BLOCK_BYTES // max(1, target.shape[1] * 4))
         for first in range(0, len(target), rows):
             for member, records in members.items():
@@ -114,7 +114,7 @@ class Code(ABC):
 
 
 def check_update(parity_records: Records, places: NDArray[np.integer], differences: Records) -> None:
-    """Refuse what would make the loops read or write elsewhere."""
+    """Raise ValueError for arguments that would make the loops access memory out of bounds."""
     check_records(parity_records, differences)
     if differences.shape != (len(places), parity_records.shape[1]) or places.ndim != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The code for so many data and parity records."""
+"""Choose the code for given numbers of data and parity records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.errors import ConfigError
 
 
 def code_for(k: int, r: int) -> Code:
-    """XOR for one parity a stripe, Reed-Solomon for two or three."""
+    """XOR for one parity per stripe, Reed-Solomon for two or three."""
     if not 1 <= k <= MOST_MEMBERS or not 1 <= r <= MOST_PARITIES:
         raise ConfigError(
             f"a code of {k} data and {r} parity records a stripe: expected 1 to {MOST_MEMBERS} data records "

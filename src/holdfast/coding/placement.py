@@ -37,7 +37,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the rows of all groups of tables lie. ``groups`` is how many rings the servers form."""
+    """The placement of rows and parities on servers. ``groups`` is the number of rings."""
 
     servers: int
     k: int = 1
@@ -63,11 +63,11 @@ class Placement:
 
     @classmethod
     def grouped(cls, servers: int, k: int = 1, r: int = 0) -> Placement:
-        """With as many groups as there can be: each as small as can be."""
+        """A placement with the maximum number of rings."""
         return cls(servers, k, r, _most_groups(servers, k, r))
 
     def stripes(self, rows: int) -> int:
-        """How many stripes so many rows make; members that the last one lacks count as zero bits."""
+        """The number of stripes of so many rows; missing members of the last one count as zero bits."""
         return -(-rows // self.k)
 
     def blocks(self, rows: int) -> int:
@@ -83,7 +83,7 @@ class Placement:
         return self._server(ids // self.k, self.r + ids % self.k)
 
     def place(self, ids: Ids) -> Ids:
-        """The record of each row at its owner."""
+        """The record number of each row at its owner."""
         return ids // self.k // self.servers * self.k + ids % self.k
 
     def row(self, server: int, places: Ids) -> Ids:
@@ -92,7 +92,7 @@ class Placement:
         return self._stripe(server, self.r + member, places // self.k) * self.k + member
 
     def parity_owner(self, stripes: Ids, parity: int) -> Ids:
-        """The server of one of the stripes' parities."""
+        """The server of a given parity of each stripe."""
         return self._server(stripes, parity)
 
     def parity_place(self, stripes: Ids, parity: int) -> Ids:
@@ -105,21 +105,21 @@ class Placement:
         return self._stripe(parity_server, parity, blocks) * self.k + member
 
     def ring(self, server: int) -> range:
-        """The servers of its group: no others have a stripe in common with it."""
+        """The servers of its ring: no others share a stripe with it."""
         return range(server % self.groups, self.servers, self.groups)
 
     def neighbours(self, server: int) -> tuple[int, ...]:
-        """All other servers that have a stripe in common with it, in ascending order."""
+        """All other servers that share a stripe with it, ascending."""
         width = self.k + self.r
         near = {self._further(server, distance) for distance in range(1 - width, width)}
         return tuple(sorted(near - {server}))
 
     def parity_server(self, owner: int, member: int, parity: int) -> int:
-        """Who has parity ``parity`` of the stripes whose member ``member`` is on ``owner``."""
+        """The server of parity ``parity`` of the stripes whose member ``member`` is on ``owner``."""
         return self._further(owner, parity - self.r - member)
 
     def member_server(self, parity_server: int, parity: int, member: int) -> int:
-        """Who owns member ``member`` of the stripes whose parity ``parity`` is on ``parity_server``."""
+        """The owner of member ``member`` of the stripes whose parity ``parity`` is on ``parity_server``."""
         return self._further(parity_server, self.r + member - parity)
 
     def _further(self, server: int, distance: int) -> int:

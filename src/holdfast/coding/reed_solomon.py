@@ -1,4 +1,4 @@
-"""Up to three parities a stripe, in GF(2^8): any so many lost records follow from the others.
+"""Reed-Solomon codes over GF(2^8) with up to three parities per stripe.
 
 Member ``m`` counts ``2^(t m)`` for parity ``t``. The elements ``a = 2^m`` are all different for m < 255, and
 any square part of the coefficients is invertible, which is what every pattern of losses needs: a single

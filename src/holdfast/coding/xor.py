@@ -1,4 +1,4 @@
-"""One parity a stripe: the XOR of its members. Any one lost record is the XOR of all others."""
+"""One parity per stripe: the XOR of its members. A lost record is the XOR of all others."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A reader of Criteo's click logs: the Kaggle display-ads and the Terabyte TSV files, plain or gzip.
+"""A reader of Criteo's click logs: the Kaggle and Terabyte TSV files, plain or gzip.
 
-Batches are numbered by raw lines: batch *i* is lines [i·B, (i+1)·B) of the stream, so which process
-parses what, and which lines turn out bad, moves no line into another batch. Other workers' lines are
-passed by counting newlines; only the reader's own are parsed.
+Batches are numbered by raw lines: batch *i* is lines [i·B, (i+1)·B) of the stream, whichever process
+parses them and whichever lines are bad. A reader skips other workers' lines by counting newlines, and parses
+only its own.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Stream:
             self._open()
         while not (window := cast(LineWindow, self._window)).more(cut_long_line=cut_long_line):
             if window.offset == 0:
-                raise DataError(f"{self.file.path} holds no line at all: fetch it again or leave it out")
+                raise DataError(f"{self.file.path} has no lines: download it again or leave it out")
             if self._number + 1 == len(self._parts):
                 return None
             self.close()
@@ -186,17 +186,17 @@ class Criteo:
     is for a missing id, and the only one of a table with one row.
 
     Args:
-        paths: one file or several, in the order of time; gzip is recognized by its content.
-        batch_size: lines in a batch. The last batch may have fewer, and so may one with bad lines.
-        table_rows: for each of the 26 tables, how many rows it has.
-        part: ``train`` and ``test`` are the stream before and from the cut on, ``all`` is both.
-        test_fraction: the cut is at the first line that starts in the last ``test_fraction`` of all
-            files' uncompressed bytes; of gzip files, their size is found by decompressing them once.
-        test_files: if not 0, the last so many files are the test part instead.
+        paths: one or several files in chronological order; gzip is recognized by its content.
+        batch_size: lines per batch. The last batch, and batches with bad lines, may have fewer samples.
+        table_rows: number of rows of each of the 26 tables.
+        part: ``train`` is the stream before the split, ``test`` the stream after it, ``all`` is both.
+        test_fraction: the split is at the first line that starts in the last ``test_fraction`` of all
+            files' uncompressed bytes; gzip files are decompressed once to find their size.
+        test_files: if not 0, the last ``test_files`` files are the test part instead.
         on_bad_line: ``raise`` BadLine, or ``skip`` the line and count it in ``bad_lines``.
-        drop_last: leave out the last batch if the lines do not fill it.
+        drop_last: drop the last batch if it is not full.
 
-    A batch of nothing but bad lines is not handed out, but its index is used up. The test part of a
+    A batch that contains only bad lines is not handed out, but its index is used. The test part of a
     very small file may be empty.
     """
 
@@ -256,16 +256,16 @@ class Criteo:
 
     @property
     def bad_lines(self) -> int:
-        """How many lines of this pass over the stream have been skipped as bad."""
+        """The number of bad lines that were skipped in this pass over the stream."""
         return self._position.bad_lines
 
     @property
     def first_bad(self) -> list[str]:
-        """Which lines were the first of those, with file, line number and reason: at most 5."""
+        """The first 5 bad lines, with file, line number and reason."""
         return list(self._position.first_bad)
 
     def split(self, worker: int, workers: int) -> Self:
-        """A new reader at the start of the stream, of the batches with index % workers == worker."""
+        """A new reader at the start of the stream, of the batches with ``index % workers == worker``."""
         workers = _whole_number("workers", workers, least=1)
         worker = _whole_number("worker", worker, least=0)
         if worker >= workers:
@@ -341,7 +341,7 @@ class Criteo:
 
     def _check_newest(self, iteration: int) -> None:
         if iteration != self._iterations:
-            raise WrongReaderState("a newer iteration of this reader has gone on from here: use that one")
+            raise WrongReaderState("a newer iterator of this reader has advanced: use that one")
 
     def _most_samples(self) -> int:
         """No pass has more, whatever the files hold: so a huge batch_size costs no memory."""
@@ -361,7 +361,7 @@ class Criteo:
         while lines < self.batch_size and (window := stream.window(cut_long_line=not self._skip_bad)):
             wanted = min(self.batch_size - lines, capacity - samples)
             if wanted == 0:  # going on would write behind the arrays
-                raise DataError(f"{stream.file.path} holds more than it did at first: it was replaced")
+                raise DataError(f"{stream.file.path} has grown since it was opened: it was replaced")
             stop_at_bad = not self._skip_bad or len(stream.first_bad) < _KEPT_MESSAGES
             window.at, passed, good, bad = parse_lines(
                 window.buffer, window.at, window.complete, wanted, window.longest_line, stop_at_bad,
@@ -381,7 +381,7 @@ class Criteo:
         return Batch(index, dense, list(ids), None, labels), lines
 
     def progress(self) -> float:
-        """How much of the stream has been handed out, 0 to 1, by bytes."""
+        """The share of the stream that has been handed out, from 0 to 1, by bytes."""
         if self._exhausted or self._position.next_batch == 0:
             return float(self._exhausted)
         parts = self._parts()
@@ -415,25 +415,25 @@ class Criteo:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that was handed out, as values that JSON can hold.
+        """The position after the last batch that was handed out, as plain values that JSON can represent.
 
-        After the stream's end it is the start of the next pass.
+        After the end of the stream it is the start of the next pass.
         """
         position = asdict(_Position() if self._exhausted else self._position)
         position["first_bad"] = list(position["first_bad"])
         return {"kind": _STATE_KIND, "version": _STATE_VERSION, **position, "options": self._options()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position that ``state_dict`` of an equal reader gave; WrongReaderState if it was not.
+        """Continue at a position from ``state_dict`` of an equal reader, else raise WrongReaderState.
 
-        Readers are equal if all options are but ``on_bad_line``, the files' folders, and the options
-        that have no effect together with the others.
+        Readers are equal if all options are equal, except ``on_bad_line``, the files' folders, and options
+        that have no effect in combination with the others.
         """
         self._check_not_iterating("load the state")
         self._start_at(_position_from(state, self._options()))
 
     def skip_to(self, index: int) -> None:
-        """Leave out the batches before ``index``: their lines are counted, not parsed."""
+        """Skip the batches before ``index``: their lines are counted, not parsed."""
         self._check_not_iterating("skip")
         if self._exhausted:
             self._start_at(_Position())

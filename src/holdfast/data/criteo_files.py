@@ -52,7 +52,7 @@ def inspect_file(path: str) -> DataFile:
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path} is not a regular file, expected a TSV file, plain or gzip")
         if status.st_size == 0:
-            raise DataError(f"{path} is empty: fetch it again or leave it out")
+            raise DataError(f"{path} is empty: download it again or leave it out")
         return DataFile(path, status.st_size, file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC)
 
 
@@ -91,7 +91,7 @@ class _PlainBytes:
         if wanted and not got:
             raise DataError(
                 f"{self._file.path} ended after {self.disk_offset} bytes, expected {self._file.size}:"
-                " it was cut while it was read"
+                " it was truncated while it was read"
             )
         self.disk_offset += got
         return got
@@ -121,10 +121,10 @@ def _inflate(file: DataFile, raw: FileIO) -> Iterator[tuple[bytes, int]]:
                 yield chunk, raw.tell() - len(packed)
     except (zlib.error, OSError) as error:
         raise DataError(
-            f"{file.path} cannot be read after {inflated} uncompressed bytes ({error}): fetch it again"
+            f"{file.path} cannot be read after {inflated} uncompressed bytes ({error}): download it again"
         ) from error
     if inflater is not None:
-        raise DataError(f"{file.path} is cut off after {inflated} uncompressed bytes: fetch it again")
+        raise DataError(f"{file.path} is truncated after {inflated} uncompressed bytes: download it again")
 
 
 class _GzipBytes:

@@ -1,10 +1,10 @@
-"""Reading ahead of training without losing count of what was trained.
+"""Read ahead of training without losing track of the trained batches.
 
-A loader's state speaks of the batches that it has handed out. If a thread reads ahead of training, some of
-those are still waiting in a queue when the state is saved: a run that is restored would skip them. So
-``Prefetch`` takes the loader's state after each batch, keeps it beside the batch, and gives as its own the
-one that belongs to the last batch that the training loop has got. (Check-N-Run, section 3.1, closes this gap
-by making readers stop at every checkpoint.)
+A loader's state counts the batches that it has handed out. If a thread reads ahead of training, some of
+those are still waiting in a queue when the state is saved, and a restored run would skip them. So
+``Prefetch`` takes the loader's state after each batch and keeps it with the batch. Its own state is the one
+of the last batch that the training loop got. (Check-N-Run, section 3.1, instead stops readers at every
+checkpoint.)
 
 Everything that the thread has read is an ``_Item`` under the next number. ``_ReadAhead.taken`` is the number
 of the last one that was handed out. It is set by a single assignment: an interrupt (Ctrl-C) comes before it,
@@ -38,7 +38,7 @@ _PATIENCE_SECONDS = 5.0
 
 
 class Prefetch:
-    """Reads up to ``depth`` batches ahead of training, in a thread, and can be checkpointed.
+    """Read up to ``depth`` batches ahead of training in a thread, with a state that can be checkpointed.
 
         loader = hf.Prefetch(hf.Synthetic(...), depth=4)
         with hf.Checkpointer("run1", {"model": model, "optim": optimizer, "loader": loader}, ...) as ckpt:
@@ -47,25 +47,24 @@ class Prefetch:
                 ...
                 ckpt.step(step)
 
-    Give the ``Prefetch`` to the ``Checkpointer``, not the loader that it reads. Its ``state_dict`` is the
-    loader's own, at the position after the last batch that counts, so one can be put round a loader, or taken
-    away, between two runs.
+    Pass the ``Prefetch`` to the ``Checkpointer``, not the wrapped loader. Its ``state_dict`` is the
+    loader's own, at the position after the last batch that counts, so you can add or remove the wrapper
+    between two runs.
 
-    Iterating again after the end starts over; after a ``break`` it goes on with the next batch, also where
-    the loader alone would start over. Leaving the loop ends the thread, once the batch is read that is being
-    read.
+    Iterating again after the end starts over. After a ``break`` it continues with the next batch, even if
+    the loader alone would start over. Leaving the loop ends the thread after the batch that it is reading.
 
-    The loader's ``iter()`` is called by whoever iterates over this, its ``next()`` and ``state_dict()`` by
-    the thread. Random numbers that those draw from the global generators of torch, NumPy or Python come in no
-    fixed order with those of training: let the loader have a generator of its own.
+    The loader's ``iter()`` is called in your thread, its ``next()`` and ``state_dict()`` in the reading
+    thread. If those draw random numbers from the global generators of torch, NumPy or Python, their order
+    relative to the draws of training is not deterministic: give the loader its own generator.
 
     Args:
-        loader: has ``__iter__``, ``state_dict`` and ``load_state_dict``: a reader of Holdfast's, torchdata's
-            ``StatefulDataLoader``, or your own. Nobody else may read it.
-        depth: how many batches may be read and not yet handed out.
-        count: which batches the state speaks of. "yielded": those that the loop has got, which is right if it
-            trains each before it asks for the next. "trained": those that ``trained()`` was called for; use
-            it if your loop takes batches further ahead itself, say to copy them to a device.
+        loader: has ``__iter__``, ``state_dict`` and ``load_state_dict``: a reader of Holdfast, torchdata's
+            ``StatefulDataLoader``, or your own. Nothing else may read it.
+        depth: maximum number of batches that are read but not yet handed out.
+        count: which batches the state counts. "yielded": those that the loop got, which is right if it
+            trains on each before it asks for the next. "trained": those that ``trained()`` was called for;
+            use this if your loop itself takes batches ahead, for example to copy them to a device.
     """
 
     def __init__(self, loader: Any, depth: int = 2, *, count: Count = "yielded") -> None:
@@ -122,18 +121,18 @@ class Prefetch:
 
     @property
     def is_iterating(self) -> bool:
-        """Whether a loop is under way, or a batch is still being read: no state can be loaded then."""
+        """Whether a loop is running or a batch is being read, so that no state can be loaded."""
         return self._iteration is not None or self._ahead.is_reading
 
     @property
     def read_count(self) -> ReadCount | None:
-        """What was handed out; None if ``trained()`` says what counts."""
+        """The number of batches handed out; None with ``count="trained"``."""
         return None if self._by_training else self._reads
 
     def trained(self, batches: int = 1) -> None:
-        """With ``count="trained"``: the next so many of the batches that were handed out are trained.
+        """Count the next ``batches`` of the batches that were handed out as trained.
 
-        Call it after training on a batch and before ``Checkpointer.step``.
+        Only with ``count="trained"``. Call it after training on a batch and before ``Checkpointer.step``.
         """
         if not self._by_training:
             raise ConfigError(
@@ -154,12 +153,14 @@ class Prefetch:
         return ahead.state(lambda: ahead.taken)
 
     def load_state_dict(self, state: Any) -> None:
-        """Go to a position that ``state_dict`` gave; batches that were read ahead are dropped.
+        """Continue at a position from ``state_dict``; batches that were read ahead are dropped.
 
-        Raises WrongReaderState while a loop is under way: it would come too late to have an effect.
+        Raises WrongReaderState while a loop is running, because it would have no effect.
         """
         if self.is_iterating:
-            raise WrongReaderState("load_state_dict came after iter(): load the state, then iterate")
+            raise WrongReaderState(
+                "load_state_dict was called after iter(): load the state before you iterate"
+            )
         here = self.state_dict() if self._ahead.taken else None
         try:
             self._ahead.load(state)
@@ -171,7 +172,7 @@ class Prefetch:
             self._trained, self._counted_any, self._handed_out_before = self._ahead.taken, False, 0
 
     def close(self) -> None:
-        """End the thread and drop what was read ahead. The state stays; iterating is over."""
+        """End the thread and drop batches that were read ahead. The state stays available."""
         self._closed = True
         self._iteration = None
         self._ahead.pause()

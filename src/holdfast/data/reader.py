@@ -1,8 +1,7 @@
-"""What a reader gives, and what every reader promises.
+"""The interface of readers, and the batches that they produce.
 
-A training stream is a numbered sequence of batches. Batch *i* holds the same
-samples whichever process makes it and whenever, so a stream can be split over
-workers, stopped, resumed and replayed exactly: the number says it all.
+A training stream is a numbered sequence of batches. Batch *i* contains the same samples in every process and
+in every run, so a stream can be split over workers, stopped, resumed and replayed exactly.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's samples as NumPy arrays, ready for ``torch.from_numpy`` without a copy."""
+    """The samples of one training step as NumPy arrays; ``torch.from_numpy`` does not copy them."""
 
     index: int
-    """Its place in the stream, from 0."""
+    """Position in the stream, from 0."""
     dense: NDArray[np.float32]
     """[samples, dense features]"""
     ids: Sequence[NDArray[np.int64]]
-    """For each table, the row ids that its samples look up, one sample after the other."""
+    """For each table, the row ids that the samples look up, sample after sample."""
     offsets: Sequence[NDArray[np.int64]] | None
     """For each table, where each sample's ids start ([samples], as ``nn.EmbeddingBag`` takes them);
     None when every sample has exactly one id in every table."""
@@ -38,23 +37,23 @@ class Batch:
 
 @dataclass(slots=True)
 class ReadCount:
-    """How far a loader has been read in this process, for ``Checkpointer`` to compare with what was trained.
+    """How many batches of a loader were read in this process; ``Checkpointer`` compares it with the steps.
 
-    Any loader may have one as its ``read_count``.
+    Any loader may provide one as its attribute ``read_count``.
     """
 
     batches: int = 0
     passes: int = 0
-    """How often it was iterated over, the last time included."""
+    """Number of iterations, the current one included."""
     thread: int | None = None
-    """The thread that has got the last batch."""
+    """The thread that got the last batch."""
 
     def begin(self) -> None:
-        """Somebody iterates over it."""
+        """Record the start of an iteration."""
         self.passes += 1
 
     def count(self) -> None:
-        """A batch is handed out, in this thread."""
+        """Record that a batch is handed out in this thread."""
         self.batches += 1
         self.thread = threading.get_ident()
 
@@ -63,25 +62,25 @@ class ReadCount:
 class Reader(Protocol):
     """A stream of batches that can be stopped, resumed and split.
 
-    The order of calls: make one; optionally ``load_state_dict``; then iterate. ``state_dict`` may
-    be called at any time and speaks of the batches that iteration has handed out so far; after the
-    last one has been asked for in vain, of the start. Iterating again after the end starts over; after
-    a break it goes on where it was. ``load_state_dict`` between ``iter`` and the stream's end
-    raises ``WrongReaderState``: it would come too late to have an effect.
+    The order of calls: create it; optionally ``load_state_dict``; then iterate. ``state_dict`` may
+    be called at any time and is the position after the last batch that was handed out; after the end of the
+    stream, it is the start. Iterating again after the end starts over; after
+    a ``break`` it continues. ``load_state_dict`` between ``iter`` and the stream's end
+    raises ``WrongReaderState``, because it would have no effect.
 
-    A reader that can pass batches for less than it costs to make them may have ``skip_to(index)``: called
-    where ``load_state_dict`` may be, it leaves out the batches before ``index``. Without it, they are made
+    A reader that can skip batches cheaply may have ``skip_to(index)``, which skips the batches before
+    ``index`` and may be called whenever ``load_state_dict`` may be. Without it, skipped batches are produced
     and dropped.
     """
 
     @property
     def table_rows(self) -> Sequence[int]:
-        """How many rows each table must have for this reader's ids."""
+        """The number of rows that each table must have for this reader's ids."""
         ...
 
     @property
     def dense_features(self) -> int:
-        """How many numbers a sample has."""
+        """The number of dense features of a sample."""
         ...
 
     def __iter__(self) -> Iterator[Batch]:
@@ -89,18 +88,19 @@ class Reader(Protocol):
         ...
 
     def split(self, worker: int, workers: int) -> Self:
-        """A new reader at the start of the stream, of those batches whose index leaves ``worker``
-        when divided by ``workers``: all the workers' readers together give each batch once."""
+        """A new reader at the start of the stream, of the batches with ``index % workers == worker``.
+
+        The readers of all workers together produce each batch once."""
         ...
 
     def progress(self) -> float:
-        """How much of the stream has been handed out, 0 to 1."""
+        """The share of the stream that has been handed out, from 0 to 1."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The current position, as values that JSON can hold."""
+        """The current position, as plain values that JSON can represent."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position that ``state_dict`` of an equal reader gave."""
+        """Continue at a position from ``state_dict`` of an equal reader."""
         ...

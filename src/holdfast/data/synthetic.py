@@ -1,12 +1,12 @@
-"""Click logs made up on the spot: Criteo's shape, Zipf-distributed ids, labels from a hidden teacher.
+"""Synthetic click logs: Criteo's shape, Zipf-distributed ids, labels from a hidden teacher.
 
-Every sample is a function of (seed, sample number) alone: a hash of the two starts the sample's own
-random stream. So batch *i* is the same in any process, on any day and whatever was read before it,
-and nothing has to be stored or skipped to reach it.
+Every sample is a function of only (seed, sample number): a hash of the two seeds the sample's own
+random stream. So batch *i* is the same in any process and any run, and nothing has to be stored or skipped
+to reach it.
 
-To hold this to the bit on every machine, the sampling loop uses only integer arithmetic and
-additions, multiplications and comparisons of floats, which IEEE 754 fixes; distributions enter as
-tables of knots between which it interpolates, rounded so coarsely that no libm's last digit shows.
+For equal bits on every machine, the sampling loop uses only integer arithmetic and
+additions, multiplications and comparisons of floats, which IEEE 754 defines exactly. Distributions are
+interpolated tables of knots, rounded so coarsely that differences between math libraries do not show.
 
 The teacher gives each row of each table a hidden weight and a hidden vector. A sample's click
 probability is the logistic function of the sum of its rows' weights, of the products of their vectors
@@ -37,18 +37,18 @@ _HEAD_RANKS = 512
 
 @described
 class Synthetic:
-    """A reader of made-up click data (see ``Reader``).
+    """A reader of synthetic click data (see ``Reader``).
 
     Args:
-        samples: how many there are; the last batch may be shorter than the others.
-        batch_size: samples in a batch.
-        table_rows: rows of each table; Criteo Kaggle's, capped at 100,000, by default.
-        ids_per_sample: how many ids a sample has in each table: one number, or one for each table.
-        zipf_exponent: how skewed the ids are: the row of rank *k* is drawn in proportion to
+        samples: number of samples; the last batch may be shorter than the others.
+        batch_size: samples per batch.
+        table_rows: rows of each table. Default: Criteo Kaggle's, capped at 100,000.
+        ids_per_sample: ids of a sample in each table: one number, or one per table.
+        zipf_exponent: skew of the ids: the row of rank *k* is drawn with a probability proportional to
             ``k ** -zipf_exponent``; 0 is uniform.
-        noise: what the teacher's opinion is divided by before it becomes a probability: the more, the more a
-            click is chance, and the less there is to learn.
-        seed: another seed is another teacher and other samples.
+        noise: divisor of the teacher's logit: with more noise clicks are more random, and there is less to
+            learn.
+        seed: seed of the teacher and of the samples.
         part: "train" and "test" are different samples of the same teacher.
     """
 
@@ -105,11 +105,11 @@ class Synthetic:
 
     @property
     def batches(self) -> int:
-        """How many batches the whole stream has, over all workers."""
+        """The number of batches of the whole stream, over all workers."""
         return -(-self.samples // self.batch_size)
 
     def batch(self, index: int) -> Batch:
-        """Batch ``index`` of the stream, whoever's it is."""
+        """Batch ``index`` of the whole stream."""
         if not 0 <= index < self.batches:
             raise IndexError(f"batch {index} of a stream of {self.batches}")
         first = index * self.batch_size
@@ -130,7 +130,7 @@ class Synthetic:
             self._iterating = False
 
     def split(self, worker: int, workers: int) -> Self:
-        """The batches whose index leaves ``worker`` when divided by ``workers``."""
+        """A new reader of the batches with ``index % workers == worker``."""
         if not 0 <= worker < workers:
             raise ConfigError(f"worker {worker} of {workers}: expected a number from 0 to {workers - 1}")
         mine = copy.copy(self)
@@ -141,13 +141,13 @@ class Synthetic:
         return mine
 
     def skip_to(self, index: int) -> None:
-        """Leave out the batches before ``index``: nothing is made to pass them."""
+        """Skip the batches before ``index``, at no cost."""
         if self._iterating:
-            raise WrongReaderState("skip_to came after iter(): skip, then iterate")
+            raise WrongReaderState("skip_to was called after iter(): skip before you iterate")
         self._next_index = max(self._next_index, index + (self._worker - index) % self._workers)
 
     def progress(self) -> float:
-        """How much of the stream has been handed out, 0 to 1."""
+        """The share of the stream that has been handed out, from 0 to 1."""
         return min(1.0, self._next_index / self.batches)
 
     def _identity(self) -> dict[str, Any]:
@@ -166,13 +166,15 @@ class Synthetic:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The index of the next batch, and which stream it belongs to."""
+        """The index of the next batch, and the options that identify the stream."""
         return {**self._identity(), "next_index": self._next_index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the batches that were handed out when ``state`` was taken."""
+        """Continue after the batches that had been handed out when ``state`` was taken."""
         if self._iterating:
-            raise WrongReaderState("load_state_dict came after iter(): load the state, then iterate")
+            raise WrongReaderState(
+                "load_state_dict was called after iter(): load the state before you iterate"
+            )
         for name, mine in self._identity().items():
             if state.get(name) != mine:
                 raise WrongReaderState(
@@ -183,7 +185,7 @@ class Synthetic:
 
 
 class _Sampler:
-    """The tables that the sampling loop reads, made once for a stream."""
+    """The tables that the sampling loop reads, computed once per stream."""
 
     def __init__(
         self, rows: Sequence[int], hots: Sequence[int], exponent: float, noise: float, seed: int

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from holdfast.kernels.machine import prefetch
 
-# Numba keeps what it compiled of this file until the file changes: so it must change with the others.
-BUILT_WITH = {"machine": "408cfd76b202"}
+# Checksums of the files whose functions are inlined here, since Numba's cache depends on this file alone.
+BUILT_WITH = {"machine": "4640a77db278"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
@@ -218,7 +218,7 @@ def _add_multiple(target, source, tables, words):
 
 @_inlined
 def _ask(address, count):
-    """Ask for the cache lines of a record that is needed in a while: rows lie anywhere."""
+    """Prefetch the cache lines of a record that is needed later: access is random."""
     for offset in range(0, min(count, _MOST_ASKED), _LINE):
         prefetch(address + offset)
     prefetch(address + count - 4)

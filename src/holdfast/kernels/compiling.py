@@ -18,10 +18,10 @@ _NAME = "compiling.lock"
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Whoever comes first compiles; the others wait, and find the loops in numba's cache.
+    """Let one process compile while the others wait and then load the loops from Numba's cache.
 
     The first time that loops are used on a machine, all processes of a job would compile the same ones side
-    by side, for as long as all of that takes. Nobody waits for more than a minute: then each does it itself.
+    by side. A process waits at most one minute, then it compiles by itself.
     Processes of other users neither wait nor make us wait.
     """
     lock = _open_lock()
@@ -40,7 +40,7 @@ def in_turn() -> Iterator[None]:
 
 
 def _open_lock() -> int | None:
-    """A file that only this user can open, as whoever can read a file can lock it; None: it fits nowhere."""
+    """Open a lock file that only this user can open; None if no folder is writable."""
     for folder in _folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def _open_lock() -> int | None:
 
 
 def _folders() -> list[Path]:
-    """Where to put it: beside what numba compiles, or where that is not ours, in the user's own cache."""
+    """Folders for the lock file: next to Numba's cache, else the user's own cache."""
     chosen: str = numba.config.CACHE_DIR  # type: ignore[attr-defined]
     folders = [Path(chosen) if chosen else Path(__file__).parent / "__pycache__"]
     with contextlib.suppress(RuntimeError):  # a user without a home

@@ -28,18 +28,18 @@ from holdfast.kernels.simd import (
     store_some,
 )
 
-# Numba keeps what it compiled of this file until the file changes. So it must change with those that it
-# is built with: a test compares their checksums.
-BUILT_WITH = {"simd": "14d4a275f10e", "machine": "408cfd76b202"}
+# Numba's cache of this file is valid until the file changes. So it contains the checksums of the files whose
+# functions it inlines; a test compares them.
+BUILT_WITH = {"simd": "14d4a275f10e", "machine": "4640a77db278"}
 
 RAW_16 = 0xFFFF
-"""A scale of grid 16 that says: this row is stored elsewhere, as it was."""
+"""The scale (grid 16) that marks a raw row, which is stored elsewhere."""
 CONSTANT_16 = 0xFFFE
-"""A scale of grid 16 that says: all values are the float32 in the four bytes that follow."""
+"""The scale (grid 16) that marks a row whose values all equal the float32 in the next four bytes."""
 NO_SCALE_16 = 0xFE00
-"""Scales of grid 16 from here on are no numbers."""
+"""Scales of grid 16 from here on are markers."""
 RAW_32 = 0x7FC00000
-"""A scale of grid 32 that says: this row is stored elsewhere, as it was."""
+"""The scale (grid 32) that marks a raw row, which is stored elsewhere."""
 
 LARGEST = 3.4028234663852886e38
 SCALE_OFFSET = 64 << 9
@@ -93,7 +93,7 @@ def _read_some(stored, size):
 
 @_inlined
 def _decode_packed(stored, out, width, bits, grid, scale, zero):
-    """Values of codes in float32."""
+    """Decode packed codes in float32."""
     scales, zeros = splat(scale), splat(zero)
     for block in range((width + 7) >> 3):
         at = stored + block * bits
@@ -118,7 +118,7 @@ def _decode_packed(stored, out, width, bits, grid, scale, zero):
 
 @_inlined
 def _decode_codes(stored, out, width, bits, grid, scale, zero):
-    """Values of codes. In float32, where that is enough for every row; else one by one in float64."""
+    """Decode codes in float32 where its precision suffices, else one by one in float64."""
     easy = np.float32(LEAST_EASY) < scale < np.float32(MOST_EASY) and abs(zero) <= scale * np.float32(2 * FAR)
     if grid == 32 and not easy:
         _decode_hard(stored, out, width, bits, scale, zero)
@@ -141,7 +141,7 @@ def _decode_hard(stored, out, width, bits, scale, zero):
 
 @_inlined
 def _decode_row(stored, out, width, bits, grid):
-    """One stored row to floats, always finite; False, and nothing written, if it is raw."""
+    """Decode one row to finite floats. Returns False, and writes nothing, if it is raw."""
     if grid == 16:
         word = read32(stored)
         scale_bits = word & np.uint64(0xFFFF)
@@ -167,25 +167,25 @@ def _decode_row(stored, out, width, bits, grid):
 
 @compiled
 def decode_uniform(stored, stride, target, target_stride, rows, width, bits, grid):
-    """Stored rows to rows of float32; rows that are raw are left as they are."""
+    """Decode stored rows to float32; raw rows are not written."""
     for i in range(rows):
         _decode_row(stored + i * stride, target + i * target_stride, width, bits, grid)
 
 
 @compiled
 def decode_uniform_into(addresses, firsts, width, ids, stored, stride, bits, grid, positions):
-    """Decode stored row p to row ids[p] of tables that are numbered through, for each p of ``positions``.
+    """Decode stored row p to row ids[p] of consecutively numbered tables, for each p of ``positions``.
 
     Table t begins at memory address addresses[t] and has rows firsts[t] to firsts[t + 1] - 1 of the
-    numbering, of ``width`` float32 each. ids ascend and lie within the numbering: the caller's duty.
-    Without positions: every row. Rows that are raw are left as they are.
+    numbering, of ``width`` float32 each. The caller makes sure that ids ascend and are in range.
+    Without positions: every row. Raw rows are not written.
     """
     some = positions.shape[0] > 0
     count = positions.shape[0] if some else ids.shape[0]
     table = ahead = 0
     for i in range(count):
         p = positions[i] if some else i
-        if i + _AHEAD < count:  # rows lie anywhere: ask for the one that comes in a while
+        if i + _AHEAD < count:  # access is random: prefetch a later row
             coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
             while coming >= firsts[ahead + 1]:
                 ahead += 1
@@ -198,7 +198,7 @@ def decode_uniform_into(addresses, firsts, width, ids, stored, stride, bits, gri
 
 @_inlined
 def _is_raw(stored, size, grid):
-    """Does a stored row say that it is elsewhere, or have a grid that is none?"""
+    """Whether a stored row is marked as raw or has an invalid grid."""
     if grid == 32:
         scale, zero = as_float(read32(stored)), as_float(read32(stored + 4))
         return not (np.isfinite(scale) and np.isfinite(zero))
@@ -210,6 +210,6 @@ def _is_raw(stored, size, grid):
 
 @compiled
 def find_raw(stored, stride, rows, size, grid, raw):
-    """raw[i] = row i says that it is stored elsewhere, or has a grid that is none."""
+    """raw[i] = row i is marked as raw or has an invalid grid."""
     for i in range(rows):
         raw[i] = _is_raw(stored + i * stride, size, grid)

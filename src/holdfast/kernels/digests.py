@@ -1,4 +1,4 @@
-"""Digests of rows: 64 bits that differ when a row differs, and which rows differ from theirs.
+"""64-bit digests of rows, and finding rows that differ from their digests.
 
 A digest is made of a row's bytes in all of its fields, 16 at a time: each pair of words is multiplied into
 the digest so far, and the halves of the 128-bit product are folded together, as wyhash does. Two different
@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 
 from holdfast.kernels.machine import fetch_add, pointer
 
-# Numba keeps what it compiled of this file until the file changes: so it must change with the others.
-BUILT_WITH = {"machine": "408cfd76b202"}
+# Checksums of the files whose functions are inlined here, since Numba's cache depends on this file alone.
+BUILT_WITH = {"machine": "4640a77db278"}
 
 BLOCK = 4096
 """Rows that a thread takes at a time; a multiple of the bits of a word, so that no two write to one word."""
@@ -82,7 +82,7 @@ def _digest(addresses, table, row, row_bytes):
 
 @njit(cache=True, nogil=True)
 def digest_rows(addresses, row_bytes, ids, digests):
-    """Note the digests of rows that lie one after the other: that of row i in digests[ids[i]].
+    """Store the digests of contiguous rows: that of row i in digests[ids[i]].
 
     Field f begins at memory address addresses[f, 0] and has row_bytes[f] bytes a row.
     """
@@ -115,7 +115,7 @@ def _mark_block(addresses, firsts, row_bytes, begin, end, digests, marked, unkno
 
 @njit(cache=True, nogil=True)
 def mark_changed(addresses, firsts, row_bytes, begin, end, digests, marked, unknown, shared):
-    """Mark the rows that are not what their digests say, by any number of threads.
+    """Mark the rows that do not match their digests. Any number of threads may call this together.
 
     Table t has rows firsts[t] to firsts[t + 1] - 1 of the numbering; its field f begins at memory address
     addresses[f, t] and has row_bytes[f] bytes a row. Looks at rows begin to end - 1 that have no bit in

@@ -1,4 +1,4 @@
-"""What loops here need of the processor and Numba does not have: addresses, cache lines, bits of words."""
+"""Low-level operations that Numba lacks: addresses, cache lines, bits of words, atomics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def pointer(typing_context, address):
-    """An integer as the address that it is."""
+    """Convert an integer to a pointer."""
 
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -21,7 +21,7 @@ def pointer(typing_context, address):
 
 @intrinsic
 def prefetch(typing_context, address):
-    """Ask for a cache line that will be written to soon."""
+    """Prefetch a cache line that will be written soon."""
 
     def generate(context, builder, signature, arguments):
         line = builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -46,7 +46,7 @@ def _move_line(builder, arguments, align):
 
 @intrinsic
 def copy_line(typing_context, target, source):
-    """Copy as many bytes as a cache line has, between any addresses."""
+    """Copy the bytes of one cache line; addresses need no alignment."""
 
     def generate(context, builder, signature, arguments):
         _move_line(builder, arguments, 1)
@@ -57,7 +57,7 @@ def copy_line(typing_context, target, source):
 
 @intrinsic
 def stream_line(typing_context, target, source):
-    """Copy a cache line, at addresses, past the caches: it is not read before it is written."""
+    """Copy an aligned cache line with a non-temporal store."""
 
     def generate(context, builder, signature, arguments):
         hint = builder.module.add_metadata([ir.IntType(32)(1)])
@@ -69,7 +69,7 @@ def stream_line(typing_context, target, source):
 
 @intrinsic
 def finish_streams(typing_context):
-    """Lines that were streamed are in memory before anything that is written from here on."""
+    """A memory fence after non-temporal stores."""
 
     def generate(context, builder, signature, arguments):
         builder.fence("seq_cst")
@@ -80,7 +80,7 @@ def finish_streams(typing_context):
 
 @intrinsic
 def fetch_add(typing_context, address, number):
-    """Add to the 64-bit integer at an address, whatever other threads do; what it was before."""
+    """Atomically add to the 64-bit integer at an address. Returns its previous value."""
 
     def generate(context, builder, signature, arguments):
         integer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -91,7 +91,7 @@ def fetch_add(typing_context, address, number):
 
 @intrinsic
 def trailing_zeros(typing_context, word):
-    """How many of a word's lowest bits are 0: the place of its lowest 1."""
+    """The number of trailing zero bits of a word."""
 
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -101,7 +101,7 @@ def trailing_zeros(typing_context, word):
 
 @intrinsic
 def ones(typing_context, word):
-    """How many of a word's bits are 1."""
+    """The number of set bits of a word."""
 
     def generate(context, builder, signature, arguments):
         return builder.ctpop(arguments[0])
@@ -111,7 +111,7 @@ def ones(typing_context, word):
 
 @njit(cache=True, nogil=True, inline="always")
 def mixed(value):
-    """SplitMix64's last steps: every bit of the value moves every bit of the result."""
+    """SplitMix64's finalizer: every bit of the result depends on every bit of the value."""
     value ^= value >> np.uint64(30)
     value *= np.uint64(0xBF58476D1CE4E5B9)
     value ^= value >> np.uint64(27)

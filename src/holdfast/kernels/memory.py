@@ -1,4 +1,4 @@
-"""Memory that the loops over records are fast on."""
+"""Memory that is aligned to cache lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LINE_WORDS = _LINE // 4
 
 
 def aligned_empty(size: int) -> NDArray[np.uint8]:
-    """This many bytes, of any content, that begin at a cache line."""
+    """Uninitialized bytes, aligned to a cache line."""
     space = np.empty(size + _LINE, np.uint8)
     first = -space.ctypes.data % _LINE
     return space[first : first + size]

@@ -59,12 +59,12 @@ from holdfast.kernels.simd import (
     write64,
 )
 
-# Numba keeps what it compiled of this file until the file changes. So it must change with those that it
-# is built with: a test compares their checksums.
+# Numba's cache of this file is valid until the file changes. So it contains the checksums of the files whose
+# functions it inlines; a test compares them.
 BUILT_WITH = {
-    "dequantize": "26405fa1b419",
+    "dequantize": "75c66f7a9110",
     "simd": "14d4a275f10e",
-    "machine": "408cfd76b202",
+    "machine": "4640a77db278",
     "quantize_search": "67976de95453",
 }
 

@@ -37,9 +37,9 @@ from holdfast.kernels.simd import (
     write64,
 )
 
-# Numba keeps what it compiled of this file until the file changes. So it must change with those that it
-# is built with: a test compares their checksums.
-BUILT_WITH = {"simd": "14d4a275f10e", "machine": "408cfd76b202"}
+# Numba's cache of this file is valid until the file changes. So it contains the checksums of the files whose
+# functions it inlines; a test compares them.
+BUILT_WITH = {"simd": "14d4a275f10e", "machine": "4640a77db278"}
 
 RAW_STATE = 0xFFFF
 """A first word that says: this row is stored elsewhere, as it was. (A NaN, as any other would be.)"""
@@ -235,7 +235,7 @@ def decode_state_into(addresses, firsts, width, ids, stored, stride, bits, posit
     table = ahead = 0
     for i in range(count):
         p = positions[i] if some else i
-        if i + _AHEAD < count:  # rows lie anywhere: ask for the one that comes in a while
+        if i + _AHEAD < count:  # access is random: prefetch a later row
             coming = ids[positions[i + _AHEAD] if some else i + _AHEAD]
             while coming >= firsts[ahead + 1]:
                 ahead += 1

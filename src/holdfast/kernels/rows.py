@@ -18,8 +18,8 @@ from holdfast.kernels.machine import (
     stream_line,
 )
 
-# Numba keeps what it compiled of this file until the file changes: so it must change with the others.
-BUILT_WITH = {"machine": "408cfd76b202"}
+# Checksums of the files whose functions are inlined here, since Numba's cache depends on this file alone.
+BUILT_WITH = {"machine": "4640a77db278"}
 
 _AHEAD = 8
 _GATHER_BLOCK = 2048
@@ -28,11 +28,11 @@ HELP, UNTIL_HELPED, ALL = range(3)
 
 @njit(cache=True, nogil=True)
 def gather_rows(addresses, firsts, ids, targets, row_bytes, shared, how):
-    """Copy rows of tables that are numbered through, several fields of each, by any number of threads.
+    """Copy rows of consecutively numbered tables, several fields of each, by any number of threads.
 
     Table t has rows firsts[t] to firsts[t + 1] - 1 of the numbering; its field f begins at memory address
     addresses[f, t] and has row_bytes[f] bytes a row. Row ids[i] of a field is copied to row i of the rows at
-    memory address targets[f]. ids ascend and lie within the numbering: the caller's duty.
+    memory address targets[f]. The caller makes sure that ids ascend and are in range.
 
     The work is cut into blocks, numbered through over all fields, and whoever calls takes them until none is
     left: shared[0] is the next one, 0 at first. A thread that comes to HELP sets shared[1]; UNTIL_HELPED ends
@@ -57,7 +57,7 @@ def _gather(addresses, firsts, ids, begin, end, target, row_bytes):
     table = np.searchsorted(firsts, ids[begin], "right") - 1
     ahead = table
     for i in range(begin, end):
-        if i + _AHEAD < end:  # rows lie anywhere: ask for the one that comes in a while
+        if i + _AHEAD < end:  # access is random: prefetch a later row
             coming = ids[i + _AHEAD]
             while coming >= firsts[ahead + 1]:
                 ahead += 1
@@ -90,7 +90,7 @@ def gather_packed(packed):
 
 @njit(cache=True, nogil=True)
 def scatter_rows(addresses, firsts, ids, values, row_bytes, positions):
-    """Copy rows to where they belong in tables that are numbered through, several fields of each.
+    """Copy rows into consecutively numbered tables, several fields of each.
 
     Table t has rows firsts[t] to firsts[t + 1] - 1 of the numbering; its field f begins at memory address
     addresses[f, t] and has row_bytes[f] bytes a row. Row p of the rows at memory address values[f] becomes
@@ -223,7 +223,7 @@ def _scatter_bytes(addresses, firsts, ids, values, row_bytes, positions):
 
 @njit(cache=True, nogil=True)
 def copy_past_caches(target, source):
-    """Copy bytes to where nobody looks for them soon: whole lines are not read before they are written."""
+    """Copy bytes with non-temporal stores: for targets that are not read soon."""
     to, from_ = target.ctypes.data, source.ctypes.data
     size = target.shape[0]
     begin = min(-to % LINE, size)
@@ -239,7 +239,7 @@ def copy_past_caches(target, source):
 
 @njit(cache=True, nogil=True, inline="always")
 def _copy_bytes(source, target, size):
-    """Copy a row from one memory address to another."""
+    """Copy ``size`` bytes from one memory address to another."""
     at = 0
     while at + LINE <= size:
         copy_line(target + at, source + at)
@@ -262,7 +262,7 @@ def _prefetch_row(address, row_bytes):
 
 @njit(cache=True, nogil=True)
 def copy_ranges(addresses, sizes, out):
-    """Copy sizes[i] bytes from each memory address, one range behind the other."""
+    """Copy sizes[i] bytes from each memory address to ``out``, one after the other."""
     at = np.int64(out.ctypes.data)
     for i in range(addresses.shape[0]):  # a slice assigned to a slice would be copied byte by byte
         _copy_bytes(addresses[i], at, sizes[i])

@@ -21,7 +21,7 @@ from holdfast.kernels.machine import mixed, prefetch
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with the one that it is
 # built with: a test compares their checksums.
-BUILT_WITH = {"machine": "408cfd76b202"}
+BUILT_WITH = {"machine": "4640a77db278"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
@@ -37,7 +37,7 @@ FINE, BEYOND, UNUSED, TWICE = range(4)
 
 @_inlined
 def _ask(address, count):
-    """Ask for the cache lines of a record that is needed in a while: rows lie anywhere."""
+    """Prefetch the cache lines of a record that is needed later: access is random."""
     for offset in range(0, min(count, _MOST_ASKED), _LINE):
         prefetch(address + offset)
     prefetch(address + count - 4)
@@ -45,7 +45,7 @@ def _ask(address, count):
 
 @_inlined
 def _keep(records, place, changes):
-    """Copy a record as it is before its first update."""
+    """Save a copy of a record before its first update."""
     copied, places, copies, count = changes
     bit = np.uint64(1) << np.uint64(place & 63)
     if not copied[place >> 6] & bit:
@@ -59,7 +59,7 @@ def _keep(records, place, changes):
 
 @_inlined
 def _begin(records, places, i, marks, changes):
-    """What comes before each record's update: the record's number."""
+    """Prepare the update of a record: prefetch, mark, keep a copy. Returns its number."""
     words = records.shape[1]
     if i + _AHEAD < places.shape[0]:
         _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
@@ -72,7 +72,7 @@ def _begin(records, places, i, marks, changes):
 
 @_compiled
 def keep_records(records, places, changes):
-    """Copy records that are about to be changed by others than the loops below."""
+    """Save copies of records that other code is about to change."""
     for i in range(places.shape[0]):
         _keep(records, np.int64(places[i]), changes)
 
@@ -255,7 +255,7 @@ def check_places(places, server, servers, k, r, groups, rows, seen):
 
 @_inlined
 def _ring(server, servers, groups):
-    """Which group of servers one is in, how many are, and its number among them."""
+    """The ring of a server, the ring's size, and the server's number in it."""
     group = server % groups
     return group, (servers - group + groups - 1) // groups, server // groups
 

@@ -15,14 +15,14 @@ from holdfast.recipe import described
 class DeepFM(nn.Module):
     """DeepFM without its tables.
 
-    A row of a table is ``dim + 1`` long: its first number is the row's weight in the linear part,
-    the rest its vector. A dense feature is a field too: its learned row, times its value.
+    A row of a table has ``dim + 1`` values: its weight in the linear part, then its vector. A dense feature
+    is a field, too: its learned row, multiplied by its value.
 
     Args:
-        dense_features: how many numbers a sample has.
-        tables: how many embeddings it has.
-        dim: how long a field's vector is.
-        hidden: layer sizes of the deep part, without the last one of 1.
+        dense_features: number of dense features.
+        tables: number of embedding tables.
+        dim: dimension of a field's vector.
+        hidden: layer sizes of the deep part, without the output layer.
     """
 
     def __init__(self, dense_features: int, tables: int, dim: int, hidden: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class DeepFM(nn.Module):
         self.deep = mlp([(dense_features + tables) * dim, *hidden, 1], activate_last=False)
 
     def forward(self, dense: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
-        """Logits [samples] from dense [samples, dense_features] and a [samples, dim + 1] for each table."""
+        """Logits [samples] from dense [samples, dense_features] and embeddings [samples, dim + 1]."""
         dense_fields = dense.unsqueeze(2) * self.dense_rows  # [samples, dense_features, dim + 1]
         table_fields = torch.stack(list(embeddings), dim=1)  # [samples, tables, dim + 1]
         fields = torch.cat([dense_fields, table_fields], dim=1)  # [samples, fields, dim + 1]

@@ -16,11 +16,11 @@ class DLRM(nn.Module):
     """DLRM without its tables.
 
     Args:
-        dense_features: how many numbers a sample has.
-        tables: how many embeddings it has.
-        dim: how long each embedding is; the last of ``bottom``.
-        bottom: layer sizes that the dense features go through.
-        top: layer sizes behind the interaction; the last is 1.
+        dense_features: number of dense features.
+        tables: number of embedding tables.
+        dim: embedding dimension; equal to the last size of ``bottom``.
+        bottom: layer sizes of the bottom MLP, for the dense features.
+        top: layer sizes of the top MLP, after the interaction; the last is 1.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class DLRM(nn.Module):
         self.top = mlp([dim + pairs, *top], activate_last=False)
 
     def forward(self, dense: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
-        """Logits [samples] from dense [samples, dense_features] and a [samples, dim] for each table."""
+        """Logits [samples] from dense features [samples, dense_features] and embeddings [samples, dim]."""
         x = self.bottom(dense)  # [samples, dim]
         fields = torch.stack([x, *embeddings], dim=1)  # [samples, tables + 1, dim]
         z = self.interaction(fields)  # [samples, pairs]

@@ -15,13 +15,13 @@ from holdfast.recipe import described
 class PNN(nn.Module):
     """The inner-product network (IPNN) without its tables.
 
-    A dense feature is a field too: its learned vector, times its value.
+    A dense feature is a field, too: its learned vector, multiplied by its value.
 
     Args:
-        dense_features: how many numbers a sample has.
-        tables: how many embeddings it has.
-        dim: how long a field's vector is.
-        hidden: layer sizes of the deep part, without the last one of 1.
+        dense_features: number of dense features.
+        tables: number of embedding tables.
+        dim: dimension of a field's vector.
+        hidden: layer sizes of the deep part, without the output layer.
     """
 
     def __init__(self, dense_features: int, tables: int, dim: int, hidden: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class PNN(nn.Module):
         self.deep = mlp([fields * dim + fields * (fields - 1) // 2, *hidden, 1], activate_last=False)
 
     def forward(self, dense: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
-        """Logits [samples] from dense [samples, dense_features] and a [samples, dim] for each table."""
+        """Logits [samples] from dense features [samples, dense_features] and embeddings [samples, dim]."""
         dense_fields = dense.unsqueeze(2) * self.dense_vectors  # [samples, dense_features, dim]
         table_fields = torch.stack(list(embeddings), dim=1)  # [samples, tables, dim]
         fields = torch.cat([dense_fields, table_fields], dim=1)  # [samples, fields, dim]

@@ -1,4 +1,4 @@
-"""A model together with its own tables: what a single process trains."""
+"""A model together with its tables, for training in a single process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError
 
 
 def table_dims(network: nn.Module, tables: int) -> tuple[int, ...]:
-    """How long the rows of each table must be: the network's ``table_dims``, or its ``table_dim`` for all."""
+    """The dimension of each table: the network's ``table_dims``, or its ``table_dim`` for all."""
     name = type(network).__name__
     dims = getattr(network, "table_dims", None)
     if dims is None:
@@ -37,15 +37,15 @@ def table_dims(network: nn.Module, tables: int) -> tuple[int, ...]:
 
 
 def loss_function(network: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """What training lowers: the network's own ``loss(logits, labels)``, else the mean cross-entropy."""
+    """The loss to minimize: the network's own ``loss(logits, labels)``, else the mean cross-entropy."""
     own = getattr(network, "loss", None)
     return own if callable(own) else binary_cross_entropy_with_logits
 
 
 class EmbeddingTables(nn.ModuleList):
-    """One ``nn.EmbeddingBag`` for each table; a sample's ids in a table are summed.
+    """One ``nn.EmbeddingBag`` per table, which sums the embeddings of a sample's ids.
 
-    Rows start uniform in ±1/sqrt(rows), as in the DLRM reference.
+    Rows are initialized uniformly in ±1/sqrt(rows), as in the DLRM reference.
     """
 
     def __init__(self, table_rows: Sequence[int], dims: int | Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class EmbeddingTables(nn.ModuleList):
             self.append(nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=weight))
 
     def forward(self, ids: Sequence[Tensor], offsets: Sequence[Tensor] | None) -> list[Tensor]:
-        """A [samples, dim] for each table; ``offsets`` as in ``Batch``."""
+        """Embeddings [samples, dim] of each table; ``offsets`` as in ``Batch``."""
         bags = cast("list[nn.EmbeddingBag]", list(self))
         if offsets is None:
             one_each = torch.arange(len(ids[0]))
@@ -66,12 +66,12 @@ class EmbeddingTables(nn.ModuleList):
 
 
 class Recommender(nn.Module):
-    """Tables and the network that reads them.
+    """A network together with its embedding tables.
 
     Args:
-        network: a model that takes dense features and looked-up embeddings, with a ``table_dim``, or
-            ``table_dims`` if its tables differ in width.
-        table_rows: rows of each table.
+        network: a model that takes dense features and embeddings. Its ``table_dim`` is the dimension of all
+            tables; or its ``table_dims`` has one per table.
+        table_rows: number of rows of each table.
     """
 
     def __init__(self, network: nn.Module, table_rows: Sequence[int]) -> None:

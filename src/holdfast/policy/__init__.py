@@ -1,1 +1,1 @@
-"""What protecting a run costs: pure arithmetic, in hours and bytes where a name says nothing else."""
+"""What protecting a run costs: pure arithmetic. Times are in hours and sizes in bytes."""

@@ -1,4 +1,4 @@
-"""Protecting servers in memory: what it takes, how long a rebuild is, and how likely it is not enough.
+"""Redundancy in servers' memory: its size, the duration of a rebuild, and the probability of a loss.
 
 ``servers`` are cut into groups, each of ``k + r`` or a few more, and every stripe lies within one of them, on
 neighbours as one goes round. Copies are the same with k = 1 and r = copies - 1.
@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class CodeModel:
-    """A code over so many servers."""
+    """An erasure code over a number of servers."""
 
     servers: int
     k: int
@@ -34,26 +34,26 @@ class CodeModel:
 
     @property
     def memory_share(self) -> float:
-        """Parities, as a share of the tables: r / k."""
+        """Size of the parities relative to the tables: r / k."""
         return self.r / self.k
 
     @property
     def groups(self) -> int:
-        """Into how many the servers are cut: server s belongs to number s % groups."""
+        """Number of groups of servers; server s belongs to group s % groups."""
         return self.servers // (self.k + self.r)
 
     def group_size(self, group: int) -> int:
-        """How many servers it has: the first ones one more if it does not come out even."""
+        """Number of servers of a group; sizes differ by at most one."""
         size, larger = divmod(self.servers, self.groups)
         return size + (group < larger)
 
     def rebuild_hours(self, server_bytes: float, bytes_per_second: float) -> float:
-        """To get back what a server held: k bytes are read for each."""
+        """Time to rebuild a server; k bytes are read for each of its bytes."""
         return self.k * server_bytes / bytes_per_second / 3600
 
     @property
     def fatal_share(self) -> float:
-        """Of all sets of r + 1 servers, how many have a stripe in common, and lose it if all fail."""
+        """The share of all sets of r + 1 servers that share a stripe, which is lost if all of them fail."""
         size, larger = divmod(self.servers, self.groups)
         fatal = sum(
             count * fatal_sets(of, self.k + self.r, self.r + 1)
@@ -73,13 +73,13 @@ class CodeModel:
         return at_least(self.r, others) * self.fatal_share
 
     def losses_per_hour(self, failures_per_server_hour: float, rebuild_hours: float) -> float:
-        """How often more than r servers with a stripe in common are gone at once."""
+        """Rate at which more than r servers that share a stripe are gone at once."""
         chance = self.chance_while_rebuilding(failures_per_server_hour, rebuild_hours)
         return self.servers * failures_per_server_hour * chance
 
 
 def at_least(count: int, mean: float) -> float:
-    """The chance of so many or more events where a Poisson process has ``mean``."""
+    """The probability of at least ``count`` events of a Poisson distribution with this mean."""
     # Summed from the small end where the chance is small: 1 - (the rest) would lose all digits.
     if mean < 1:
         terms = (mean**i / math.factorial(i) for i in range(count, count + 20))

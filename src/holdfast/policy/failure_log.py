@@ -1,4 +1,4 @@
-"""Failures as they were written down, one a line.
+"""Failure logs, one failure per line.
 
 Two kinds of files, told apart by their first line:
 
@@ -22,18 +22,18 @@ from holdfast.errors import BadLine, DataError
 
 @dataclass(frozen=True, slots=True)
 class FailureLog:
-    """What a file says."""
+    """The content of a failure log."""
 
     failed_hours: tuple[float, ...]
-    """Times that ended in a failure: between two failures, or of a job."""
+    """Durations that ended in a failure: between two failures, or of a job."""
     unfailed_hours: tuple[float, ...] = ()
-    """Times that ended without one."""
+    """Durations that ended without a failure."""
     trace: tuple[tuple[float, int | None], ...] = ()
     """(hours since the first, server) of each failure in order; empty if the file is one of jobs."""
 
 
 def read_failures(path: Path) -> FailureLog:
-    """Read a file of failures; ``DataError`` with file and line if there is something else in it."""
+    """Read a failure log. Raises ``DataError`` with file and line if it is invalid."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -70,7 +70,7 @@ def _events(path: Path, lines: Iterator[tuple[int, list[str]]]) -> FailureLog:
         failures.append((_time(path, number, fields[0]), int(server) if server else None))
     failures.sort(key=lambda failure: failure[0])
     if not failures:
-        raise DataError(f"the failure log {path} holds no failure")
+        raise DataError(f"the failure log {path} contains no failure")
     first = failures[0][0]
     return FailureLog(
         failed_hours=tuple(b - a for (a, _), (b, _) in pairwise(failures)),
@@ -79,7 +79,7 @@ def _events(path: Path, lines: Iterator[tuple[int, list[str]]]) -> FailureLog:
 
 
 def _time(path: Path, number: int, text: str) -> float:
-    """Hours since whatever the file counts from."""
+    """A time of the log in hours."""
     try:
         return float(text)
     except ValueError:
@@ -88,7 +88,9 @@ def _time(path: Path, number: int, text: str) -> float:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise BadLine(
-            str(path), number, f"{text!r} is no time: expected a date such as 2026-03-01T12:30:00, or hours"
+            str(path),
+            number,
+            f"{text!r} is not a time: expected a date such as 2026-03-01T12:30:00, or hours",
         ) from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() / 3600
 
@@ -100,7 +102,7 @@ def _jobs(path: Path, lines: Iterator[tuple[int, list[str]]]) -> FailureLog:
         try:
             hours = float(fields[0])
         except ValueError:
-            raise BadLine(str(path), number, f"{fields[0]!r} is no number of hours") from None
+            raise BadLine(str(path), number, f"{fields[0]!r} is not a number of hours") from None
         if not 0 <= hours < float("inf"):
             raise BadLine(str(path), number, f"{fields[0]} hours: expected 0 or more")
         flag = fields[1] if len(fields) > 1 else "1"
@@ -108,5 +110,5 @@ def _jobs(path: Path, lines: Iterator[tuple[int, list[str]]]) -> FailureLog:
             raise BadLine(str(path), number, f"expected hours and 1 or 0, got {','.join(fields)!r}")
         (failed if flag == "1" else unfailed).append(hours)
     if not failed:
-        raise DataError(f"the failure log {path} holds no failure")
+        raise DataError(f"the failure log {path} contains no failure")
     return FailureLog(tuple(failed), tuple(unfailed))

@@ -1,4 +1,4 @@
-"""Sizes of checkpoints that hold only what changed, in few bits: Check-N-Run's and IncrCP's arithmetic.
+"""Sizes of incremental, quantized checkpoints: Check-N-Run's and IncrCP's arithmetic.
 
 All sizes here are shares of the tables as they are in memory, so that they hold for any number of rows.
 """
@@ -27,7 +27,7 @@ _MOST_INTERVALS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Touches:
-    """How much of the tables training touches, by how long one looks.
+    """The share of rows that training touches in a given time.
 
     Args:
         share: of the rows that is touched at least once in ``hours``.
@@ -47,13 +47,13 @@ class Touches:
             raise ConfigError("touched rows need a time above 0 and an exponent above 0, at most 1")
 
     def within(self, hours: float) -> float:
-        """The share that is touched at least once in so long."""
+        """The share of rows that is touched at least once within ``hours``."""
         return min(1.0, self.share * math.pow(hours / self.hours, self.exponent))
 
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """Bytes of a row of the tables.
+    """Sizes of a row.
 
     Args:
         dim: weights, of 4 bytes each.
@@ -76,38 +76,38 @@ class RowSize:
 
     @property
     def raw(self) -> float:
-        """As it is in memory."""
+        """Bytes in memory."""
         return 4 * self.dim + self.state_bytes
 
     def stored(self, bits: int | None) -> float:
-        """In a full version, as a share of ``raw``; ``bits`` None is as it is."""
+        """Size in a full version, as a share of ``raw``; ``bits`` None: not quantized."""
         if bits is None:
             return 1.0
         return (self.dim * bits / 8 + self.grid_bytes + self.state_bytes) / self.raw
 
     def stored_with_id(self, bits: int | None) -> float:
-        """In an increment, as a share of ``raw``."""
+        """Size in an increment, as a share of ``raw``."""
         return self.stored(bits) + self.id_bytes / self.raw
 
 
 @dataclass(frozen=True, slots=True)
 class IncrementSizes:
-    """What a strategy writes, keeps and reads, each as a share of the tables in memory."""
+    """What a strategy writes, stores and reads, as shares of the tables in memory."""
 
     written: float
-    """By a save, on average, rewriting in the background included."""
+    """Written by a save, on average, background rewriting included."""
     stored: float
-    """Of what the newest version needs, at most."""
+    """Maximum size of the newest version."""
     read: float
-    """By a restore of it, at most."""
+    """Read by a restore of the newest version, at most."""
     copied: float
-    """Before training goes on, by a save, on average."""
+    """Copied by a save while training waits, on average."""
 
 
 def sizes(
     strategy: Strategy, touches: Touches, interval_hours: float, row: RowSize, bits: int | None = None
 ) -> IncrementSizes:
-    """Of a strategy that saves so often."""
+    """Sizes of a strategy with this save interval."""
     full, increment = row.stored(bits), row.stored_with_id(bits)
     if strategy == "full":
         return IncrementSizes(written=full, stored=full, read=full, copied=1.0)
@@ -146,7 +146,7 @@ def differential_cycle(touches: Touches, interval_hours: float) -> Iterator[floa
 
 
 def chunked_cycle(touches: Touches, interval_hours: float) -> int:
-    """How many increments IncrCP's rule writes between two full versions.
+    """Number of increments that IncrCP's rule writes between two full versions.
 
     A full one comes when writing and reading it is quicker than writing an increment and reading all that is
     live of those before (section 4.5); reading is taken to be as quick as writing.
@@ -171,7 +171,7 @@ def quantized_auc_loss(bits: int | None, restores: float) -> float:
 
 
 def fewest_bits(restores: float, tolerated_auc_loss: float) -> int | None:
-    """The fewest bits whose loss is tolerable; None if only rows as they are will do."""
+    """The fewest bits whose loss is tolerable; None if rows must not be quantized."""
     for _, bits in RESTORES_THAT_BITS_BEAR:
         if quantized_auc_loss(bits, restores) <= tolerated_auc_loss:
             return bits

@@ -1,4 +1,4 @@
-"""How often to save, and what going back costs: CPR's equations 1 and 2, and an exact form of the first.
+"""The save interval and the cost of recovery: CPR's equations 1 and 2, and an exact form of the first.
 
 The names of the paper (section 2.2): O_save is the time that a save stops training for, O_load the time to
 read a checkpoint, O_res the time until a replacement is there, T_fail the mean time between failures, T_save
@@ -11,7 +11,7 @@ import math
 
 
 def optimal_interval(*, save_hours: float, mtbf_hours: float) -> float:
-    """The T_save at which full recovery costs least: sqrt(2 O_save T_fail)."""
+    """The optimal T_save of full recovery: sqrt(2 O_save T_fail)."""
     return math.sqrt(2 * save_hours * mtbf_hours)
 
 
@@ -25,7 +25,7 @@ def full_recovery_overhead(
 ) -> float:
     """Equation 1: O_save / T_save + (O_load + T_save / 2 + O_res) / T_fail.
 
-    Good as long as all that it adds up is small beside T_fail.
+    A good approximation as long as all times are small compared to T_fail.
     """
     lost = interval_hours / 2
     return save_hours / interval_hours + (load_hours + lost + reschedule_hours) / mtbf_hours
@@ -67,7 +67,7 @@ def exact_full_recovery_overhead(
 
 
 def unprotected_overhead(*, total_hours: float, reschedule_hours: float, mtbf_hours: float) -> float:
-    """What it costs to start from nothing after every failure."""
+    """The cost of restarting from scratch after every failure."""
     return exact_full_recovery_overhead(
         save_hours=0.0,
         load_hours=0.0,

@@ -1,4 +1,4 @@
-"""Distributions of the time between failures, and which of them fits what was observed.
+"""Distributions of the time between failures, and how to fit them to observations.
 
 CPR found gamma to fit best among these (section 3.1), with a shape below 1: most failures come early, from
 mistakes. Times that ended without a failure count too: leaving them out makes failures look too frequent.
@@ -21,7 +21,7 @@ _SHAPES = (0.02, 50.0)
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """How long it takes to the next failure; an exponential's shape is 1."""
+    """The distribution of the time to the next failure; an exponential has shape 1."""
 
     name: Name
     scale_hours: float
@@ -36,15 +36,15 @@ class Lifetime:
 
     @property
     def median_hours(self) -> float:
-        """Half of them are shorter."""
+        """The median time."""
         return _root(lambda t: self.survival(t) - 0.5, 0.0, 50 * self.mean_hours)
 
     def survival(self, hours: float) -> float:
-        """The chance that it takes longer than this."""
+        """The probability of a longer time."""
         return math.exp(self.log_survival(hours))
 
     def log_survival(self, hours: float) -> float:
-        """Its logarithm."""
+        """The logarithm of ``survival``."""
         x = max(hours, 0.0) / self.scale_hours
         if self.name == "gamma":
             return log_upper_gamma(self.shape, x)
@@ -60,7 +60,7 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A distribution and how well it fits."""
+    """A fitted distribution with its goodness of fit."""
 
     lifetime: Lifetime
     log_likelihood: float
@@ -69,12 +69,12 @@ class Fit:
 
     @property
     def aic(self) -> float:
-        """Akaike's criterion: the lower, the better, with a fee for the second parameter."""
+        """Akaike's information criterion; lower is better."""
         return 2 * (1 if self.lifetime.name == "exponential" else 2) - 2 * self.log_likelihood
 
 
 def fit(failed_hours: Sequence[float], unfailed_hours: Sequence[float] = ()) -> list[Fit]:
-    """All three distributions by maximum likelihood, the best first.
+    """Fit all three distributions by maximum likelihood. Returns the best one first.
 
     Args:
         failed_hours: times that ended in a failure.
@@ -200,7 +200,7 @@ def log_upper_gamma(a: float, x: float) -> float:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a monotone function changes its sign; the nearer end where it does not."""
+    """The root of a monotone function, or the nearer end of the interval."""
     rising = function(high) > 0
     for _ in range(200):
         middle = (low + high) / 2
@@ -212,7 +212,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _highest(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one peak is highest: golden-section search."""
+    """The maximum of a unimodal function, by golden-section search."""
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = function(left), function(right)

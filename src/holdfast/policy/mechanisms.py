@@ -1,4 +1,4 @@
-"""What failures cost, by what is done about them: closed forms that ``holdfast simulate`` checks.
+"""The cost of failures for each way to recover: closed forms, which ``holdfast simulate`` checks.
 
 Each value here holds all times that a failure's cost follows from, and gives it as terms that add up.
 """
@@ -20,22 +20,22 @@ from holdfast.policy.units import show_hours, show_percent
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A part of an overhead."""
+    """One term of an overhead."""
 
     what: str
     share: float
-    """Of the training time."""
+    """Share of the training time."""
     how: str
     """The arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saves:
-    """Checkpoints as they are taken.
+    """Periodic checkpoints.
 
     Args:
-        interval_hours: between two.
-        stall_hours: that training stands still for each.
+        interval_hours: time between two saves.
+        stall_hours: time for which a save stops training.
         write_hours: from then until it can be restored; 0 if training stands still until it can.
     """
 
@@ -45,11 +45,11 @@ class Saves:
 
     @property
     def lost_hours(self) -> float:
-        """Work since the newest one that can be restored, at a failure, on average."""
+        """Mean work lost by a failure: since the newest checkpoint that can be restored."""
         return self.interval_hours / 2 + self.write_hours
 
     def term(self) -> Term:
-        """What taking them costs."""
+        """The cost of saving."""
         return Term(
             "saving",
             self.stall_hours / self.interval_hours,
@@ -59,7 +59,7 @@ class Saves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """After a failure everybody goes back to the newest checkpoint (full recovery)."""
+    """Full recovery: after a failure everything reverts to the newest checkpoint."""
 
     saves: Saves
     load_hours: float
@@ -67,11 +67,11 @@ class Rollback:
 
     @property
     def cost_hours(self) -> float:
-        """Of one failure."""
+        """The cost of one failure."""
         return self.saves.lost_hours + self.load_hours + self.reschedule_hours
 
     def terms(self, mtbf_hours: float) -> tuple[Term, ...]:
-        """Equation 1 of CPR, and what it leaves out."""
+        """The terms of CPR's equation 1, and those that it neglects."""
         saves = self.saves
         times = {
             "save_hours": saves.stall_hours,
@@ -99,13 +99,13 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRollback:
-    """After a failure only the failed servers' rows go back (CPR)."""
+    """Partial recovery: after a failure only the failed servers' rows revert (CPR)."""
 
     saves: Saves
     load_hours: float
     reschedule_hours: float
     parts: float
-    """Servers over those of a failure."""
+    """Number of servers divided by the servers per failure."""
 
     def terms(self, mtbf_hours: float) -> tuple[Term, ...]:
         """Equation 2 of CPR, and what it leaves out: failures while others are being recovered from."""
@@ -120,7 +120,7 @@ class PartialRollback:
         )
 
     def pls(self, mtbf_hours: float) -> float:
-        """Expected, by equation 4 of CPR; what is still being written is lost, too."""
+        """The expected PLS by CPR's equation 4; unwritten data is lost, too."""
         return expected_pls(
             interval_hours=2 * self.saves.lost_hours, mtbf_hours=mtbf_hours, servers=self.parts
         )
@@ -128,7 +128,7 @@ class PartialRollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parities:
-    """After a failure training goes on while the others rebuild what is lost (ECRM, ECRec, replication).
+    """After a failure training continues while the lost data is rebuilt (ECRM, ECRec, replication).
 
     Args:
         pause_hours: until it goes on.
@@ -144,7 +144,7 @@ class Parities:
     behind: Rollback
 
     def losses_per_hour(self, mtbf_hours: float, servers_per_failure: float = 1.0) -> float:
-        """How often more is lost than the code bears."""
+        """Rate of failures that the code does not cover."""
         code = self.code
         at_once = sets_of_a_failure(servers_per_failure, code.r + 1) * code.fatal_share / mtbf_hours
         each = servers_per_failure / (mtbf_hours * code.servers)
@@ -172,7 +172,7 @@ class Parities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAnew:
-    """After a failure everything begins from nothing."""
+    """After a failure training restarts from scratch."""
 
     total_hours: float
     reschedule_hours: float

@@ -1,4 +1,4 @@
-"""Which protection to use: those that fit, the cheapest first."""
+"""Rank the protections: the feasible ones first, by cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.policy.situation import Situation
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was found for a situation."""
+    """The ranked protections for a situation."""
 
     situation: Situation
     ranked: tuple[Estimate, ...]
@@ -21,7 +21,7 @@ class Plan:
 
     @property
     def best(self) -> Estimate:
-        """The one to use."""
+        """The recommended protection."""
         if self.ranked[0].objection is not None:
             raise ConfigError(f"nothing fits: {self.ranked[0].name} {self.ranked[0].objection}")
         return self.ranked[0]

@@ -1,4 +1,4 @@
-"""The portion of lost samples (PLS) of partial recovery: CPR's equations 3 and 4, and whether it pays.
+"""The portion of lost samples (PLS) of partial recovery: CPR's equations 3 and 4, and when to use it.
 
 After a failure only the failed servers' rows go back to the last checkpoint. What their rows had learned
 since is lost for good; the portion of all samples, times the portion of all rows, is the PLS. What it costs
@@ -24,7 +24,7 @@ none to 0.0002 with it."""
 def add_failure(
     pls: float, *, samples: float, samples_at_last_save: float, total_samples: float, servers: float
 ) -> float:
-    """Equation 3: the PLS after a failure of one of so many servers."""
+    """Equation 3: the PLS after a failure of one server."""
     return pls + (samples - samples_at_last_save) / (total_samples * servers)
 
 
@@ -37,13 +37,13 @@ def expected_pls(*, interval_hours: float, mtbf_hours: float, servers: float) ->
 
 
 def interval_for_pls(*, target_pls: float, mtbf_hours: float, servers: float) -> float:
-    """The T_save at which the target is expected: 2 PLS N T_fail."""
+    """The T_save with this expected PLS: 2 PLS N T_fail."""
     return 2 * target_pls * servers * mtbf_hours
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether partial recovery is worth its PLS, and what follows."""
+    """Whether to use partial recovery, and with which interval."""
 
     partial: bool
     interval_hours: float

@@ -17,17 +17,17 @@ from holdfast.policy.protections import KINDS, Estimate
 from holdfast.policy.units import show_bytes, show_hours, show_percent
 from holdfast.screen import Columns
 
-_PLAIN_WIDTH = 200  # of what is not a terminal: wide enough to cut nothing off
+_PLAIN_WIDTH = 200  # for files and pipes: wide enough to truncate nothing
 
 
 def make_console() -> Console:
-    """Standard output; lines are as long as they need be where it is a file or a pipe."""
+    """Standard output; without line wrapping if it is a file or a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
 def show_plan(plan: Plan, console: Console, *, explain: bool) -> None:
-    """All protections, the best first, and the one to use."""
+    """Print all protections, the best first, and the recommendation."""
     situation = plan.situation
     console.print(
         f"{show_bytes(situation.table_bytes)} of tables on {situation.servers} servers, "
@@ -75,7 +75,7 @@ _SPARE = ("to servers", "to store", "stored", "redone", "memory", "loss", "AUC l
 
 
 def show_terms(one: Estimate, console: Console) -> None:
-    """Where an overhead comes from."""
+    """Print the terms of an overhead."""
     console.print(f"\n[bold]{escape(one.name)}[/]: {KINDS[one.kind]}", soft_wrap=True)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
     table.add_column()
@@ -97,7 +97,7 @@ def show_terms(one: Estimate, console: Console) -> None:
 def show_basis(
     assumed: Sequence[str], measured: Sequence[str], fits: Sequence[Fit], console: Console
 ) -> None:
-    """What the figures rest on."""
+    """Print the assumptions."""
     if fits:
         best, *others = fits
         console.print(
@@ -118,7 +118,7 @@ def _fit(one: Fit) -> str:
 
 
 def plan_json(plan: Plan, assumed: Sequence[str], fits: Sequence[Fit]) -> str:
-    """All of it as JSON; names are the attributes'."""
+    """The plan as JSON; keys are attribute names."""
     values: dict[str, Any] = {
         "situation": asdict(plan.situation),
         "assumed": list(assumed),

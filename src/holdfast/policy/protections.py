@@ -1,4 +1,4 @@
-"""The protections that can be chosen from, each with what it is expected to cost in a situation."""
+"""All protections, each with its expected cost in a situation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _SECOND_LINE_HOURS = 24.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What is settled already.
+    """The user's constraints.
 
     Args:
         k: data records of a stripe; None is 4, or more where servers' memory wants it.
@@ -80,7 +80,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A protection and what it is expected to cost in a situation."""
+    """A protection with its expected cost in a situation."""
 
     kind: Kind
     name: str
@@ -89,17 +89,17 @@ class Estimate:
     terms: tuple[Term, ...]
     """All of them; they add up to ``overhead``."""
     memory_share: float = 0.0
-    """More memory than the tables take, always."""
+    """Permanent memory in addition to the tables."""
     save_memory_share: float = 0.0
-    """And more than that while a save is written."""
+    """Additional memory while a save is written."""
     stored_bytes: float = 0.0
-    """What the newest version needs in the store, at most."""
+    """Maximum size of the newest version in the store."""
     storage_rate: float = 0.0
     """Bytes a second to the store, on average."""
     traffic_rate: float = 0.0
     """Bytes a second between servers, of all of them together."""
     redone_hours: float = 0.0
-    """Work that is expected to be done again, in the whole training."""
+    """Expected repeated work in the whole training."""
     pls: float = 0.0
     auc_loss: float = 0.0
     loss_chance: float = 0.0
@@ -107,11 +107,11 @@ class Estimate:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a configuration, ``job.protection`` and ``checkpoint`` without its path."""
     objection: str | None = None
-    """Why it is not for this situation; None if it is."""
+    """Why it is not feasible in this situation; None if it is."""
 
     @property
     def overhead(self) -> float:
-        """Share of the training time that it adds."""
+        """The share that it adds to the training time."""
         return sum(term.share for term in self.terms)
 
     @property
@@ -126,12 +126,12 @@ class Estimate:
 
     @property
     def step_share(self) -> float:
-        """Of a step, that it adds to each."""
+        """The share that it adds to each step."""
         return sum(term.share for term in self.step_terms)
 
 
 def estimates(situation: Situation, wishes: Wishes | None = None) -> list[Estimate]:
-    """Every protection that can be had in this situation."""
+    """All protections that are possible in this situation."""
     wishes = wishes or Wishes()
     found: list[Estimate] = [
         unprotected(situation),
@@ -151,7 +151,7 @@ def estimates(situation: Situation, wishes: Wishes | None = None) -> list[Estima
 
 
 def unprotected(situation: Situation) -> Estimate:
-    """Nothing at all."""
+    """No protection."""
     mechanism = StartAnew(total_hours=situation.hours, reschedule_hours=situation.reschedule_hours)
     terms = mechanism.terms(situation.mtbf_hours)
     return Estimate(
@@ -166,13 +166,13 @@ def unprotected(situation: Situation) -> Estimate:
 
 
 def full_stopped(situation: Situation) -> Estimate:
-    """What the papers compare themselves with: training stops until everything is written."""
+    """The papers' baseline: training stops until everything is written."""
     stopping = replace(situation, stop_to_write=True)
     return replace(checkpoints(stopping, "full"), kind="full-stop", name="full, stopped")
 
 
 def with_and_without_bits(situation: Situation, strategy: Strategy) -> Iterable[Estimate]:
-    """Rows as they are, and in as few bits as the tolerated loss allows."""
+    """Unquantized rows, and rows in as few bits as the tolerated loss allows."""
     yield checkpoints(situation, strategy)
     bits = fewest_bits(situation.failures, situation.tolerated_auc_loss)
     if bits is not None:
@@ -180,7 +180,7 @@ def with_and_without_bits(situation: Situation, strategy: Strategy) -> Iterable[
 
 
 def checkpoints(situation: Situation, strategy: Strategy, bits: int | None = None) -> Estimate:
-    """Checkpoints that everybody goes back to."""
+    """Checkpoints with full recovery."""
 
     def rollback(interval: float) -> Rollback:
         amounts = sizes(strategy, situation.touches, interval, situation.row, bits)
@@ -214,7 +214,7 @@ def checkpoints(situation: Situation, strategy: Strategy, bits: int | None = Non
 
 
 def partial(situation: Situation, wishes: Wishes) -> Estimate:
-    """CPR with prioritised saving."""
+    """Partial recovery (CPR) with prioritized saves."""
     per_pls = wishes.auc_loss_per_pls or AUC_LOSS_PER_PLS[PRIORITIZE]
     bearable = min(HIGHEST_PLS, situation.tolerated_auc_loss / per_pls)
     target = wishes.target_pls or bearable

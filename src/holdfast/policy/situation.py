@@ -1,4 +1,4 @@
-"""What a plan is made for: a model, the machines that train it, how they fail, and what is bearable."""
+"""The input of a plan: the model, the cluster, its failures, and the tolerated loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.policy.increments import RowSize, Touches
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What protections take from a training step: measured, not derived.
+    """The measured costs of protections per training step.
 
     The defaults are what the papers measured on their clusters. A transfer that takes as long as a step costs
     the step its *exposed* share; the rest hides behind computing.
@@ -59,7 +59,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Sizes are bytes, speeds bytes a second, times hours.
+    """The model and the cluster. Sizes are in bytes, speeds in bytes per second, times in hours.
 
     Args:
         table_bytes: of all tables in memory, optimizer state included.
@@ -134,7 +134,7 @@ class Situation:
 
     @property
     def server_bytes(self) -> float:
-        """Tables of one server."""
+        """Bytes of tables per server."""
         return self.table_bytes / self.servers
 
     @property
@@ -144,17 +144,17 @@ class Situation:
 
     @property
     def failures_per_server_hour(self) -> float:
-        """How often one server fails."""
+        """Failure rate of one server."""
         return self.servers_per_failure / (self.servers * self.mtbf_hours)
 
     @property
     def failures(self) -> float:
-        """Expected in the whole training."""
+        """Expected number of failures in the whole training."""
         return self.hours / self.mtbf_hours
 
     @property
     def steps_per_hour(self) -> float:
-        """Of all workers together."""
+        """Steps per hour of all workers together."""
         return self.workers / self.step_hours
 
 
@@ -174,7 +174,7 @@ _RANGES = {
     "network_rate": (1.0, 1e30),
     "save_every_hours": (1e-9, 1e12),
 }
-"""Wider than any cluster's. Beyond them are slips of the pen, and floats that overflow."""
+"""Plausible ranges. Values beyond them are typing errors, and could overflow floats."""
 _MAY_BE_ZERO = {"reschedule_hours", "dense_bytes", "rows_per_batch", "tolerated_auc_loss"}
 _READABLE = {
     "table_bytes": "the size of the tables",

@@ -1,1 +1,1 @@
-"""Whole clusters on virtual time, thousands of failure schedules a minute; months of failures in seconds."""
+"""Simulation: whole clusters on virtual time, and months of failures in seconds."""

@@ -29,7 +29,7 @@ class RowChanges:
         self._updates = np.zeros(firsts[-1])
 
     def note(self, ids: Sequence[NDArray[np.int64]], changed: NDArray[np.uint32]) -> None:
-        """What ``Student.train`` says of a step."""
+        """Record the result of a training step."""
         for table in self._large:
             count_rows(self._lookups, ids[table] + self._student.firsts[table])
         now = self._student.weights[changed]
@@ -38,7 +38,7 @@ class RowChanges:
 
     @property
     def lookups(self) -> Floats:
-        """Of each row, how many there were."""
+        """The number of lookups of each row."""
         return np.asarray(self._lookups[self._rows], np.float64)
 
     @property
@@ -58,7 +58,7 @@ def _norms(rows: NDArray[np.float32]) -> Floats:
 
 
 def correlation(some: Sequence[float] | Floats, others: Sequence[float] | Floats) -> float:
-    """Pearson's; 0 where one of the two never differs."""
+    """Pearson's correlation; 0 if one of the two is constant."""
     if np.ptp(some) == 0 or np.ptp(others) == 0:
         return 0.0
     return float(np.corrcoef(some, others)[0, 1])

@@ -116,7 +116,7 @@ def _rows_of(batch: int, first: int, second: int) -> tuple[NDArray[np.int64], ND
 
 
 def counts(plan: JobPlan, batches: Sequence[int]) -> list[NDArray[np.float32]]:
-    """What each row is to be when exactly these batches have counted."""
+    """The expected value of each row when exactly these batches count."""
     expected = [np.full(group.rows, FIRST_VALUE, np.float32) for group in plan.groups]
     for batch in batches:
         for group, rows in enumerate(rows_of(plan, batch)):
@@ -125,7 +125,7 @@ def counts(plan: JobPlan, batches: Sequence[int]) -> list[NDArray[np.float32]]:
 
 
 class CutCopies:
-    """A saver that keeps a copy of each cut, beyond a server's end.
+    """A saver that keeps a copy of each cut, also after a server's end.
 
     ``lost`` counts, for each cut, the pushes that the slot's network had lost with workers by then.
     """
@@ -184,7 +184,7 @@ class LastCopy:
 
 
 class SimWorker:
-    """A worker whose computing takes virtual time."""
+    """A worker whose computation takes virtual time."""
 
     def __init__(
         self, me: Peer, plan: JobPlan, network: Network, batches: int, compute_seconds: float
@@ -197,7 +197,7 @@ class SimWorker:
         self._next: int | None = None
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """As the process round the machine does it."""
+        """Receive a message, as the worker process does."""
         self.machine.receive(envelope, now)
         self._work(now)
 
@@ -284,7 +284,7 @@ class SimSupervisor:
         self._next_report = 0.0
 
     def tick(self, now: float) -> None:
-        """Let time pass, and report."""
+        """Advance the time, and report."""
         self.machine.tick(now)
         if now >= self._next_report:
             self._next_report = now + REPORT_SECONDS
@@ -293,7 +293,7 @@ class SimSupervisor:
 
 
 class SimLauncher:
-    """Starts the processes that views ask for, and says which have ended."""
+    """Starts the processes that views ask for, and reports exits."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.me = Peer("launcher")
@@ -324,7 +324,7 @@ class SimLauncher:
                     self._cluster.start_server(server.slot, server.incarnation)
 
     def tick(self, now: float) -> None:
-        """Say what has ended, again and again; start a supervisor again that has fallen silent."""
+        """Report exited processes repeatedly; restart a silent supervisor."""
         if self._watch.silence(now):
             self.supervisors_killed += 1
             self._watch.start(now)
@@ -398,7 +398,7 @@ class Cluster:
         self.network.at(self.network.now + self.random.uniform(0.05, 0.5), self.start_supervisor)
 
     def start_worker(self, slot: int, incarnation: int) -> None:
-        """A process takes its time to come up."""
+        """Start a worker after a delay."""
         peer = Peer("worker", slot, incarnation)
         worker = SimWorker(peer, self.plan, self.network, self.batches, self.compute_seconds)
         self.network.at(self.network.now + START_SECONDS, lambda: self.network.add(worker))
@@ -408,7 +408,7 @@ class Cluster:
         self.network.at(self.network.now + START_SECONDS, lambda: self._add_server(slot, incarnation))
 
     def kill(self, role: str, slot: int, *, noticed: bool) -> None:
-        """kill -9; without ``noticed`` only its silence tells."""
+        """Kill a process; without ``noticed``, only its silence shows it."""
         for peer in [p for p in self.network.nodes if (p.role, p.slot) == (role, slot)]:
             self.network.kill(peer)
             if noticed:

@@ -1,4 +1,4 @@
-"""Which failures an emulated run meets: at random times, from a model or a log, or chosen."""
+"""The failures of an emulated run: random, from a model or a log, or chosen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UniformFailures:
     count: int
 
     def draw(self, cluster: EmulatedCluster, rng: np.random.Generator) -> tuple[Failure, ...]:
-        """Of one run."""
+        """Draw the failures of one run."""
         times = np.sort(rng.uniform(0, cluster.hours, self.count)).tolist()
         return tuple(Failure(hours, _servers(cluster, rng)) for hours in times)
 
@@ -36,7 +36,7 @@ class ModelledFailures:
     model: FailureModel
 
     def draw(self, cluster: EmulatedCluster, rng: np.random.Generator) -> tuple[Failure, ...]:
-        """Of one run."""
+        """Draw the failures of one run."""
         stream = self.model.failures(cluster.servers, rng)
         return tuple(takewhile(lambda failure: failure.hours < cluster.hours, stream))
 
@@ -48,7 +48,7 @@ class ChosenFailures:
     chosen: Sequence[tuple[float, int | None]]
 
     def draw(self, cluster: EmulatedCluster, rng: np.random.Generator) -> tuple[Failure, ...]:
-        """Of one run."""
+        """Draw the failures of one run."""
         for hours, server in self.chosen:
             if not 0 <= hours < cluster.hours:
                 raise ConfigError(f"a failure after {hours:g} hours: expected 0 to {cluster.hours:g}")
@@ -73,7 +73,7 @@ def _servers(cluster: EmulatedCluster, rng: np.random.Generator) -> tuple[int, .
 def parse_failures(
     cluster: EmulatedCluster, distribution: str, chosen: Sequence[str] = (), log: Path | None = None
 ) -> Failures:
-    """What ``holdfast emulate`` is told of failures; ConfigError if that cannot be meant.
+    """The failures that ``holdfast emulate`` is given. Raises ConfigError if they are invalid.
 
     Args:
         cluster: whose ``failures`` are expected.
@@ -83,7 +83,7 @@ def parse_failures(
         log: a file of failures, which counts if there is one.
     """
     if chosen and log is not None:
-        raise ConfigError("failures are chosen and read from a log: give one of the two")
+        raise ConfigError("failures are given both by --at and by a log: use one of the two")
     if chosen:
         return ChosenFailures([_parse_chosen(text) for text in chosen])
     if log is not None:

@@ -38,7 +38,7 @@ from holdfast.training.parallel import run_all
 
 
 class Run(NamedTuple):
-    """One training, by itself; without a way nothing fails."""
+    """One training run; without a way there are no failures."""
 
     lesson: Lesson
     cluster: EmulatedCluster
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EmulationOutcome:
-    """What became of a run."""
+    """The result of a run."""
 
     auc: float
     updates_lost: float = 0.0
@@ -65,7 +65,7 @@ class EmulationOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """A way with one seed."""
+    """The result of one way with one seed."""
 
     way: Way
     seed: int
@@ -77,7 +77,7 @@ class Emulation:
 
     @property
     def auc_loss(self) -> float:
-        """What the failures took."""
+        """The AUC lost by failures."""
         return self.plain.auc - self.outcome.auc
 
 
@@ -124,7 +124,7 @@ def large_share(lesson: Lesson) -> float:
 
 
 def train(run: Run) -> EmulationOutcome:
-    """Do one training to its end."""
+    """Train one run to its end."""
     return _Training(run).run()
 
 
@@ -225,7 +225,7 @@ class _Training:
         self._saved += self._rows if isinstance(rows, slice) else len(rows)
 
     def _recover(self, event: RecoveryCosts) -> None:
-        """The failed servers' rows go back, each to its own last save; nothing else does."""
+        """Revert only the failed servers' rows, each to its last save."""
         student = self._student
         gone = np.isin(self._owner, event.servers)
         self._lost += int(self._since[gone].sum())
@@ -235,7 +235,7 @@ class _Training:
             priority.saved(np.flatnonzero(gone[student.firsts[table] : student.firsts[table + 1]]))
 
     def _go_back(self) -> None:
-        """Everything goes back, the network too."""
+        """Revert everything, including the network."""
         self._student.records[:] = self._image
         self._student.network[:] = self._network_image
         self._student.load_network()

@@ -1,4 +1,4 @@
-"""Overhead against the number of servers, as a picture."""
+"""Plot the overhead over the number of servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOWEST = 1e-4
 
 
 def check_plot(path: Path) -> None:
-    """``ConfigError`` if a picture cannot be written there."""
+    """Raise ``ConfigError`` if the plot cannot be written."""
     require_matplotlib()
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"{path}: expected a name that ends in .png, .svg or .pdf")

@@ -110,7 +110,7 @@ def points_json(points: Sequence[Point]) -> str:
 
 @contextlib.contextmanager
 def progress_bar(text: str = "simulating") -> Iterator[Callable[[int, int], None]]:
-    """Gives a function to be told how much is done; draws a bar on a terminal's stderr."""
+    """Yield a function that takes the share done; draws a bar on a terminal's stderr."""
     if not sys.stderr.isatty():
         yield lambda done, of: None
         return

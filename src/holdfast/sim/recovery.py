@@ -1,4 +1,4 @@
-"""A training run under failures, event by event, in the time that it takes to add up hours.
+"""Simulate a training run under failures, event by event.
 
 Between two failures nothing happens by chance, so a run of months costs a few operations a failure.
 """
@@ -26,7 +26,7 @@ MOST_TIMES = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a run went."""
+    """The result of a simulated run."""
 
     overhead: float
     """Share of its length that failures and protection added; infinite if it was given up."""
@@ -34,11 +34,11 @@ class Run:
     redone_hours: float = 0.0
     pls: float = 0.0
     losses: int = 0
-    """How often more was lost than the protection bears."""
+    """Number of failures that the protection did not cover."""
 
 
 class SimulatedProgress:
-    """Work and saves as time passes.
+    """The work done and saved so far.
 
     Attributes:
         now: hours since the start.
@@ -99,7 +99,7 @@ class SimulatedProgress:
             self._newest, self._newest_at = self.work, self.now + self._saves.write_hours
 
     def go_back(self) -> float:
-        """Drop what is not saved; how much that was."""
+        """Drop unsaved work. Returns how much it was."""
         lost = self.work - self.saved
         self._newest = self._durable = self.work = self.saved
         self._newest_at = self.now
@@ -108,7 +108,7 @@ class SimulatedProgress:
         return lost
 
     def stand_still(self, hours: float) -> None:
-        """Let time pass without work."""
+        """Advance the time without work."""
         self.now += hours
         if self._stalled_until is not None:
             self._stalled_until += hours

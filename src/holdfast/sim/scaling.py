@@ -1,4 +1,4 @@
-"""Protections on clusters of any size: what closed forms expect, beside what happens to simulated runs."""
+"""Protections on clusters of any size: closed forms compared with simulated runs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ MOST_SECONDS = 150.0
 
 @dataclass
 class ScheduleOutcome:
-    """How a simulated job went."""
+    """The result of a simulated job."""
 
     seed: int
     finished: bool
@@ -132,7 +132,7 @@ def simulate(
 
 
 class _Schedule:
-    """One fault after the other, until there have been enough."""
+    """Injects one fault after the other."""
 
     def __init__(self, cluster: Cluster, faults: int, last: str | None = None) -> None:
         self.done: Counter[str] = Counter()
@@ -196,7 +196,7 @@ class _Schedule:
         self._network.at(later, lambda: self._cluster.kill("server", slot, noticed=True))
 
     def _server_freeze(self, slot: int) -> None:
-        """Stopped, and never woken up."""
+        """Suspend a process for good."""
         for peer in [p for p in self._network.nodes if p.role == "server" and p.slot == slot]:
             self._network.pause(peer)
 
@@ -255,7 +255,7 @@ class _Schedule:
             self._network.pause(peer, self._random.uniform(0.1, 4.0))
 
     def _freeze(self, worker: int) -> None:
-        """Stopped, and never woken up."""
+        """Suspend a process for good."""
         for peer in [p for p in self._network.nodes if p.role == "worker" and p.slot == worker]:
             self._network.pause(peer)
 

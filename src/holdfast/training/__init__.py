@@ -1,1 +1,1 @@
-"""The reference trainer: one process, tables in ``nn.EmbeddingBag``, what all else is measured against."""
+"""The reference trainer: one process, tables in ``nn.EmbeddingBag``."""

@@ -1,4 +1,4 @@
-"""The configuration of a training run: a YAML file, ``--set`` on top, checked before anything starts.
+"""The configuration of a training run: a YAML file with ``--set`` overrides, validated before training.
 
 Each section is a small frozen value. A key that does not exist or a value of the wrong type is refused
 with its full name and, for a key, the nearest one that does exist.
@@ -50,7 +50,7 @@ class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OwnConfig(_Section, frozen=True, kw_only=True):
-    """Something of the user's: what to call, and with what."""
+    """A function of the user, by import path, with its arguments."""
 
     build: str
     """The import path of a function or class, "package.module:name"."""
@@ -58,7 +58,7 @@ class OwnConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def recipe(self) -> Recipe:
-        """What to call, and with what."""
+        """The function and its arguments."""
         return Recipe(self.build, self.arguments)
 
 
@@ -73,11 +73,11 @@ class OwnDataConfig(OwnConfig, frozen=True, kw_only=True, tag_field="source", ta
     """
 
     test: OwnConfig | None = None
-    """What makes the reader of the test part, if it is another."""
+    """The function that creates the test reader, if it is a different one."""
 
 
 class ModelConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="preset"):
-    """Which model. ``dim``, ``bottom`` and ``top`` override the preset's."""
+    """The model. ``dim``, ``bottom`` and ``top`` override the preset's."""
 
     architecture: Architecture = "dlrm"
     preset: Preset = "criteo-kaggle"
@@ -86,7 +86,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="pr
     top: Layers | None = None
 
     def sizes(self) -> Sizes:
-        """The preset's sizes with this configuration's own on top."""
+        """The preset's sizes with this configuration's overrides."""
         preset = PRESETS[self.preset]
         sizes = Sizes(self.dim or preset.dim, self.bottom or preset.bottom, self.top or preset.top)
         if self.architecture == "dlrm" and sizes.bottom[-1] != sizes.dim:
@@ -100,7 +100,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True, tag_field="kind", tag="pr
 
 
 class SyntheticConfig(_Section, frozen=True, kw_only=True, tag_field="source", tag="synthetic"):
-    """Made-up click data (see ``holdfast.data.synthetic``)."""
+    """Synthetic click data (see ``holdfast.data.synthetic``)."""
 
     samples: Positive = 1_000_000
     test_samples: Positive = 100_000
@@ -150,14 +150,14 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     arguments of ``holdfast.ErasureCode``, ``Replication``, ``PartialRecovery`` and ``NoProtection``; or in
     short "2+1", "replicate", "partial", "none"."""
     staleness: NotNegative = 1
-    """How many of its own batches a worker's rows may lack."""
+    """How many of a worker's own updates may be missing from the rows that it reads."""
     bind: str = "ipc"
     """Where processes listen: Unix sockets in a folder that only this user can enter, or a TCP address
     without a port (each takes one that is free), on which every connection is encrypted."""
     kill: tuple[str, ...] = ()
-    """Processes to kill on the way, to see what happens: "server:2@step:300"."""
+    """Processes to kill, for demonstrations: "server:2@step:300"."""
     silent_seconds: Annotated[float, Meta(ge=0.5)] = 10.0
-    """A process that has given no sign of life for so long is taken for dead."""
+    """Heartbeat timeout: a process that is silent for this long is considered dead."""
     server_processors: tuple[NotNegative, ...] = ()
     """Processors of this machine that servers have for themselves; workers have the others. None: all share
     all."""
@@ -167,11 +167,11 @@ class JobConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def kills(self) -> tuple[Kill, ...]:
-        """What ``kill`` says."""
+        """The parsed ``kill`` entries."""
         return tuple(Kill.parse(text) for text in self.kill)
 
     def check(self) -> None:
-        """ConfigError for what the types cannot rule out, in a job."""
+        """Raise ConfigError for an invalid combination of keys of a job."""
         for kill in self.kills:
             kill.check(self.servers, self.workers)
         code = self.code
@@ -188,7 +188,7 @@ class JobConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def code(self) -> ErasureCode | None:
-        """The protection as a code; None: there is none."""
+        """The protection as an erasure code; None if it is not one."""
         protection = self.protection
         if isinstance(protection, NoProtection | PartialRecovery):
             return None
@@ -196,14 +196,14 @@ class JobConfig(_Section, frozen=True, kw_only=True):
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """Everything that decides a run."""
+    """The configuration of a run."""
 
     model: ModelConfig | OwnModelConfig = ModelConfig()
     data: SyntheticConfig | CriteoConfig | OwnDataConfig = SyntheticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     job: JobConfig = JobConfig()
     checkpoint: CheckpointConfig | None = None
-    """Of a job: where and when it is saved."""
+    """Checkpoints of a job."""
     batch_size: Positive = 2048
     epochs: Positive = 1
     max_steps: Positive | None = None

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line on a terminal, plain lines elsewhere."""
+"""The progress display of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Shown_contra = TypeVar("_Shown_contra", contravariant=True)
 
 
 class TrainingView(Protocol[_Shown_contra]):
-    """Shows the progress of a run or a job; a context manager round it."""
+    """Shows the progress of a run or a job. A context manager."""
 
     def __enter__(self) -> Self: ...
 
@@ -30,7 +30,7 @@ class TrainingView(Protocol[_Shown_contra]):
     ) -> None: ...
 
     def update(self, progress: _Shown_contra) -> None:
-        """Show where it stands."""
+        """Show the progress."""
 
 
 def build_view(console: Console) -> TrainingView[TrainingProgress]:
@@ -51,7 +51,7 @@ class _Percent(ProgressColumn):
 
 
 def percent(fraction: float) -> str:
-    """Such as "42%"; "100%" only for all of it."""
+    """Format a share, such as "42%"; "100%" only when everything is done."""
     return f"{int(100 * fraction)}%"
 
 
@@ -84,7 +84,7 @@ class TimeLeft:
         self._started = time.monotonic()
 
     def __call__(self, fraction: float) -> float | None:
-        """Seconds, now that this share is done; None before anything is."""
+        """Estimated seconds left, given the share done; None if it is 0."""
         if fraction <= 0:
             return None
         return (time.monotonic() - self._started) * (1 - fraction) / fraction

@@ -1,4 +1,4 @@
-"""How fast this machine writes to a store, reads back, copies in memory and talks to itself."""
+"""Measure the speeds of a store, of memory and of the loopback network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TALK_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second."""
+    """Bytes per second."""
 
     write: float
     read: float
@@ -71,7 +71,7 @@ def _copy_rate() -> float:
 
 
 def _loopback_rate() -> float:
-    """Of one TCP connection."""
+    """The bandwidth of one TCP connection."""
     block = bytes(1 << 20)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -1,4 +1,4 @@
-"""How good a model is, and whether two models are the same to the bit."""
+"""Metrics of a model, and a checksum of its weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log_loss(logits: NDArray[np.floating], labels: NDArray[np.floating]) -> floa
 
 
 def digest(model: nn.Module) -> str:
-    """A checksum over the bits of all parameters: equal if and only if the models are (nearly surely)."""
+    """A checksum over the bits of all parameters."""
     state = xxhash.xxh3_128()
     for name, parameter in model.named_parameters():
         state.update(name.encode())

@@ -20,7 +20,7 @@ def build_network(config: Config, reader: Reader) -> nn.Module:
 
 
 def make_network(recipe: Recipe, reader: Reader) -> nn.Module:
-    """What the recipe gives, ``build(reader, **arguments)``, checked to be a network.
+    """Call the recipe, ``build(reader, **arguments)``, and check that the result is a network.
 
     It is an ``nn.Module`` whose ``forward(dense, embeddings)`` gives logits [samples] from dense [samples,
     dense features] and a list with a [samples, width] for each table. ``table_dim`` is that width, or

@@ -107,7 +107,7 @@ def _model(given: Given, found: _Values) -> Config | None:
             found.values["servers"] = config.job.servers
         found.values["workers"] = config.job.workers
     elif given.size is None:
-        raise ConfigError("nothing says how large the model is: give --size, such as 220GB, or a CONFIG.yaml")
+        raise ConfigError("the size of the model is unknown: give --size, such as 220GB, or a CONFIG.yaml")
     if given.size is not None:
         found.values["table_bytes"] = parse_bytes(given.size, "--size")
     if config is None or given.dim is not None or given.optimizer is not None:
@@ -115,7 +115,7 @@ def _model(given: Given, found: _Values) -> Config | None:
     found.take("servers", given.servers)
     found.take("workers", given.workers)
     if "servers" not in found.values:
-        raise ConfigError("nothing says how many servers hold the tables: give --servers")
+        raise ConfigError("the number of servers is unknown: give --servers")
     servers = found.values["servers"]
     found.assume("workers", 3 * servers, f"{3 * servers} workers (--workers)")
     return config
@@ -168,9 +168,7 @@ def _failures(given: Given, found: _Values) -> tuple[tuple[Fit, ...], FailureLog
         found.values["mtbf_hours"] = parse_hours(given.mtbf, "--mtbf")
     if given.failure_log is None:
         if given.mtbf is None:
-            raise ConfigError(
-                "nothing says how often servers fail: give --mtbf, such as 20h, or --failure-log FILE"
-            )
+            raise ConfigError("the failure rate is unknown: give --mtbf, such as 20h, or --failure-log FILE")
         return (), None
     log = read_failures(given.failure_log)
     fits = tuple(fit(log.failed_hours, log.unfailed_hours))
@@ -224,7 +222,7 @@ def write_configuration(
 ) -> None:
     """Write the recommended protection as a configuration for ``holdfast train``."""
     if out.exists() and not force:
-        raise ConfigError(f"{out} is there already: name another file, or overwrite it with --force")
+        raise ConfigError(f"{out} already exists: name another file, or overwrite it with --force")
     situation = plan.situation
     saved = config.checkpoint.path if config is not None and config.checkpoint is not None else None
     values = configuration(

@@ -168,5 +168,5 @@ def _print_summary(console: Console, result: Result, folder: Path) -> None:
         lines += [f"  {message}" for message in result.first_bad_lines]
     if (folder / PLOT_FILE).exists():
         lines.append(f"throughput over time: {folder / PLOT_FILE}")
-    lines.append(f"figures: {folder / 'events.jsonl'}")
+    lines.append(f"run log: {folder / 'events.jsonl'}")
     say(console, *lines)

@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> Node | None:
         node = super().get_single_node()
         if node is not None and _size(node, {}) > _MOST_VALUES:
-            raise YamlError(f"its aliases stand for more than {_MOST_VALUES:,} values")
+            raise YamlError(f"its aliases expand to more than {_MOST_VALUES:,} values")
         return node
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -106,7 +106,7 @@ def _size(node: Node, known: dict[int, int | None]) -> int:
     """How many values a node stands for, aliases included; None in ``known`` is one that is being counted."""
     found = known.get(id(node), 0)
     if found is None:
-        raise YamlError(f"line {node.start_mark.line + 1}: a value holds itself")
+        raise YamlError(f"line {node.start_mark.line + 1}: a value contains itself")
     if not found:
         known[id(node)] = None
         parts = [node.value] if isinstance(node, ScalarNode) else node.value

@@ -121,7 +121,8 @@ def test_every_changed_bit_of_a_piece_is_seen() -> None:
         raw = np.frombuffer(data, np.uint8)[at : at + piece.length].copy()
         for i in range(len(raw)):
             raw[i] ^= 1 << (i % 8)
-            with pytest.raises(CorruptCheckpoint, match=f"here: the piece at byte {piece.offset}"):
+            begin = piece.offset + (piece.index_length if i >= piece.index_length else 0)
+            with pytest.raises(CorruptCheckpoint, match=f"here: checksum mismatch at byte {begin:,} "):
                 check_piece(piece, raw, "here")
             raw[i] ^= 1 << (i % 8)
         for length in range(len(raw)):

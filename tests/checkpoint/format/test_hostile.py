@@ -186,7 +186,7 @@ def test_ids_that_would_leave_the_tables(store: LocalStore) -> None:
     ):
         for encoding in ("rice", "rice0"):
             forged_ids(store, data, 5, last, encoding)
-            with pytest.raises(CorruptCheckpoint, match=r"-live-.*row ids are not what the header says"):
+            with pytest.raises(CorruptCheckpoint, match=r"-live-.*row ids do not match the header"):
                 restore_all(store)
     # Ids that repeat are in order in themselves, but the last must be the last.
     forged_ids(store, bytes(8), 5, last, "rice0")

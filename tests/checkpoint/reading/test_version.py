@@ -299,12 +299,12 @@ class TestOpening:
         manifest = read_newest(store)
         assert find_version(manifest, None, "s").version == VERSIONS
         assert find_version(manifest, 2, "s").version == 2
-        with pytest.raises(NoSuchVersion, match=r"s holds no version 9: it has 1 to 6 \(6 in all\)"):
+        with pytest.raises(NoSuchVersion, match=r"s has no version 9: it has 1 to 6 \(6 in all\)"):
             find_version(manifest, 9, "s")
         few = msgspec.structs.replace(manifest, versions=manifest.versions[1:])
-        with pytest.raises(NoSuchVersion, match=r"s holds no version 1: it has 2, 3, 4, 5, 6$"):
+        with pytest.raises(NoSuchVersion, match=r"s has no version 1: it has 2, 3, 4, 5, 6$"):
             find_version(few, 1, "s")
-        with pytest.raises(NoSuchVersion, match=r"s holds no version$"):
+        with pytest.raises(NoSuchVersion, match=r"s has no versions$"):
             find_version(msgspec.structs.replace(manifest, versions=[]), None, "s")
 
     def test_a_manifest_that_is_out_of_date_is_read_again(

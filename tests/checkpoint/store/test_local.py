@@ -436,7 +436,7 @@ class TestLock:
     def test_a_lock_file_that_was_removed_is_noticed(self, store: LocalStore, root: Path) -> None:
         with store.lock_writer() as lock:
             (root / "writer.lock").unlink()
-            with pytest.raises(StoreLocked, match="taken away"):
+            with pytest.raises(StoreLocked, match="was lost"):
                 lock.renew()
 
     @pytest.mark.parametrize("note", [b"", b"\xff", b"[]", b'{"host": 1}', b'{"pid": "x", "host": "h"}'])

@@ -62,7 +62,7 @@ def test_it_is_held_until_it_is_released(store: LocalStore, tmp_path: Path) -> N
     lock.release()
     assert is_free(tmp_path)
     lock.release()
-    with pytest.raises(StoreLocked, match="was taken away: close this writer") as refused:
+    with pytest.raises(StoreLocked, match="was lost: close this writer") as refused:
         lock.renew()
     assert (refused.value.host, refused.value.pid) == ("unknown", 0)
 

@@ -269,7 +269,7 @@ def test_files_are_not_overwritten_unasked(tmp_path: Path, store: Store) -> None
     (folder / "diary").write_text("mine")
     with pytest.raises(hf.ConfigError, match="not empty"):
         export_dcp(store, None, folder)
-    with pytest.raises(hf.ConfigError, match="no distributed checkpoint: it is not replaced"):
+    with pytest.raises(hf.ConfigError, match="not a distributed checkpoint and is not overwritten"):
         export_dcp(store, None, folder, force=True)
     (folder / "diary").unlink()
     export_dcp(store, None, folder)

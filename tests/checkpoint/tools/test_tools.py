@@ -96,14 +96,14 @@ def test_what_a_version_is_made_of(tmp_path: Path, store: Store) -> None:
     assert loader["next_index"] == "8"
     json.dumps(asdict(found))
     assert describe_version(store).version == 9
-    with pytest.raises(hf.NoSuchVersion, match="holds no version 99: it has 1 to 9"):
+    with pytest.raises(hf.NoSuchVersion, match="has no version 99: it has 1 to 9"):
         describe_version(store, 99)
 
 
 def test_a_store_without_versions(store: Store) -> None:
     assert list_versions(store).versions == ()
     for look in (describe_version, verify_versions):
-        with pytest.raises(hf.NoSuchVersion, match="holds no version"):
+        with pytest.raises(hf.NoSuchVersion, match="has no version"):
             look(store)
 
 
@@ -264,7 +264,7 @@ def test_a_delay_keeps_files_for_restores_under_way(tmp_path: Path, store: Store
 def test_garbage_is_left_alone_where_it_is_not_ours(tmp_path: Path, store: Store) -> None:
     (tmp_path / "chunks").mkdir()
     (tmp_path / "chunks" / "thesis.txt").write_text("five years")
-    with pytest.raises(hf.NoSuchVersion, match="nothing to tidy"):
+    with pytest.raises(hf.NoSuchVersion, match="nothing to clean up"):
         collect_garbage(store, hf.Policy(keep=1))
     assert (tmp_path / "chunks" / "thesis.txt").exists()
 

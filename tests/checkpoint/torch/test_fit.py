@@ -96,7 +96,7 @@ class TestModules:
             check_module("m", nn.Linear(2, 3), state)
 
     def test_what_is_no_module(self) -> None:
-        with pytest.raises(ModelMismatch, match="m is no module in the checkpoint, and a Linear here"):
+        with pytest.raises(ModelMismatch, match="m is not a module in the checkpoint, but a Linear here"):
             check_module("m", nn.Linear(2, 3), [1, 2])
 
     def test_hooks_that_translate_older_states_judge_themselves(self) -> None:

@@ -198,5 +198,5 @@ def test_hooks_that_translate_keys_are_left_to_work() -> None:
 
 def test_a_module_where_none_was() -> None:
     tree = TrainingObjects({"model": Holder(3)}).dense_tree()
-    with pytest.raises(ModelMismatch, match="model is no module in the checkpoint, and a Linear here"):
+    with pytest.raises(ModelMismatch, match="model is not a module in the checkpoint, but a Linear here"):
         TrainingObjects({"model": nn.Linear(1, 1)}).check_dense(tree)

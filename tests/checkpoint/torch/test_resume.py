@@ -230,7 +230,7 @@ def test_a_loader_that_is_being_iterated_over_is_refused() -> None:
     late = TrainingObjects(parts)
     iter(parts["loader"])
     for attempt in (late.check_dense, late.load_dense):
-        with pytest.raises(CheckpointError, match=r"restore\(\) must come before iter\(loader\)"):
+        with pytest.raises(CheckpointError, match=r"call restore\(\) before iter\(loader\)"):
             attempt(saved.tree)
     # That a state was asked for, or restored, before is no obstacle.
     parts = build()

@@ -1,1 +1,1 @@
-"""Rows in fewer bits: row codecs, and which part of a record is stored by which."""
+"""Row codecs: rows in fewer bits."""

@@ -1,4 +1,4 @@
-"""Row codecs: a row of floats as a fixed number of bytes, each row for itself.
+"""Row codecs: encode a row of floats into a fixed number of bytes, independently of other rows.
 
 So stored rows can be moved, merged and dropped without decoding them. What is lost is bounded: a row that
 comes back is finite where it was, and no value is off by more than one step of its codec. A row for which
@@ -43,7 +43,7 @@ _MOST_BINS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class UniformCodec:
-    """A few bits for each value, on evenly spaced points that each row chooses for itself.
+    """Uniform quantization: a few bits per value, with a scale and zero point per row.
 
     ``value = zero + scale * code``, codes from 0 to ``2**bits - 1``. One step is ``(max - min) /
     (2**bits - 1)`` of the row (symmetric: twice the largest magnitude in place of ``max - min``), and no
@@ -92,7 +92,7 @@ class UniformCodec:
 
     @property
     def moves(self) -> int:
-        """How often the search moves an end of the range.
+        """The number of moves of the search.
 
         The paper prints that it goes on while the range is *below* ``ratio`` of the whole, which never
         holds at the start; what its text describes is to go on until ``ratio`` of the range is covered.
@@ -105,7 +105,7 @@ class UniformCodec:
         return self.grid_bits // 4 + (width * self.bits + 7) // 8
 
     def encode(self, values: Floats2D, out: Bytes2D) -> Flags:
-        """Fill ``out`` with the rows' bytes; True where a row is raw: keep that one yourself."""
+        """Encode rows into ``out``. Returns True for each raw row, which the caller must store itself."""
         raw = np.empty(len(values), np.bool_)
         source = _rows(values, np.float32, "values")
         rows, width = values.shape
@@ -118,7 +118,7 @@ class UniformCodec:
         return raw
 
     def decode(self, stored: Bytes2D, out: Floats2D) -> None:
-        """Fill ``out`` with the rows' values; those that are raw are left as they are."""
+        """Decode rows into ``out``; raw rows are not written."""
         target = _rows(out, np.float32, "out", to_write=True)
         rows, width = out.shape
         source = _stored_for(self, stored, rows, width)
@@ -128,20 +128,20 @@ class UniformCodec:
         self, addresses: RowIds, firsts: RowIds, width: int, ids: RowIds, stored: Bytes2D,
         positions: RowIds = _EVERY,
     ) -> None:  # fmt: skip
-        """Decode stored[p] into row ids[p] of float32 tables, numbered through as in ``scatter_rows``."""
+        """Decode stored[p] into row ids[p] of float32 tables, numbered as in ``scatter_rows``."""
         rows = _stored_for(self, stored, len(ids), width)
         dequantize.decode_uniform_into(
             addresses, firsts, width, ids, *rows, self.bits, self.grid_bits, positions
         )
 
     def is_raw(self, stored: Bytes2D) -> Flags:
-        """True where a stored row says that it is kept elsewhere."""
+        """True for each stored row that is marked as raw."""
         raw = np.empty(len(stored), np.bool_)
         dequantize.find_raw(*_smallest(self, stored), len(stored), stored.shape[1], self.grid_bits, raw)
         return raw
 
     def to_json(self) -> dict[str, Any]:
-        """As files keep it."""
+        """The codec as JSON, for manifests."""
         return {
             "codec": self.kind, "bits": self.bits, "grid_bits": self.grid_bits, "method": self.method,
             "num_bins": self.num_bins, "ratio": self.ratio,
@@ -150,7 +150,7 @@ class UniformCodec:
 
 @dataclass(frozen=True, slots=True)
 class _StateCodec:
-    """What the two codecs of optimizer state share."""
+    """Common code of the codecs of optimizer state."""
 
     bits: int
     kind: ClassVar[str] = ""
@@ -166,7 +166,7 @@ class _StateCodec:
         return self.scale_bytes + width * self.bits // 8
 
     def encode(self, values: Floats2D, out: Bytes2D) -> Flags:
-        """Fill ``out`` with the rows' bytes; True where a row is raw: keep that one yourself."""
+        """Encode rows into ``out``. Returns True for each raw row, which the caller must store itself."""
         raw = np.empty(len(values), np.bool_)
         kernel = state_kernels.encode_bfloat16 if self.bits == 16 else state_kernels.encode_log
         source = _rows(values, np.float32, "values")
@@ -175,7 +175,7 @@ class _StateCodec:
         return raw
 
     def decode(self, stored: Bytes2D, out: Floats2D) -> None:
-        """Fill ``out`` with the rows' values; those that are raw are left as they are."""
+        """Decode rows into ``out``; raw rows are not written."""
         target = _rows(out, np.float32, "out", to_write=True)
         rows, width = out.shape
         source = _stored_for(self, stored, rows, width)
@@ -185,18 +185,18 @@ class _StateCodec:
         self, addresses: RowIds, firsts: RowIds, width: int, ids: RowIds, stored: Bytes2D,
         positions: RowIds = _EVERY,
     ) -> None:  # fmt: skip
-        """Decode stored[p] into row ids[p] of float32 tables, numbered through as in ``scatter_rows``."""
+        """Decode stored[p] into row ids[p] of float32 tables, numbered as in ``scatter_rows``."""
         rows = _stored_for(self, stored, len(ids), width)
         state_kernels.decode_state_into(addresses, firsts, width, ids, *rows, self.bits, positions)
 
     def is_raw(self, stored: Bytes2D) -> Flags:
-        """True where a stored row says that it is kept elsewhere."""
+        """True for each stored row that is marked as raw."""
         raw = np.empty(len(stored), np.bool_)
         state_kernels.find_raw_state(*_smallest(self, stored), len(stored), raw)
         return raw
 
     def to_json(self) -> dict[str, Any]:
-        """As files keep it."""
+        """The codec as JSON, for manifests."""
         return {"codec": self.kind, "bits": self.bits}
 
 
@@ -233,7 +233,7 @@ RowCodec: TypeAlias = UniformCodec | FloatCodec | LogCodec
 
 
 def codec_from_json(value: Any) -> RowCodec:
-    """The codec that a file names; anything that ``to_json`` does not write is refused."""
+    """Parse the JSON of a codec. Raises CorruptCheckpoint for anything that ``to_json`` does not write."""
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"a codec is an object with a name and numbers: got {value!r:.80}")
     kinds: dict[Any, Callable[..., RowCodec]] = {
@@ -243,19 +243,21 @@ def codec_from_json(value: Any) -> RowCodec:
     }
     kind = value.get("codec")
     if not isinstance(kind, str) or kind not in kinds:
-        raise CorruptCheckpoint(f"rows are stored by the codec {kind!r:.80}, which is unknown here")
+        raise CorruptCheckpoint(
+            f"rows are stored by the codec {kind!r:.80}, which this version of Holdfast does not know"
+        )
     options = {key: option for key, option in value.items() if key != "codec"}
     try:
         codec = kinds[kind](**options)
     except (TypeError, ConfigError) as error:
-        raise CorruptCheckpoint(f"the {kind} codec has options that cannot be: {error}") from None
+        raise CorruptCheckpoint(f"the {kind} codec has invalid options: {error}") from None
     if codec.to_json().keys() != value.keys():
         raise CorruptCheckpoint(f"the {kind} codec has options {sorted(options)!r:.200}, not all of its own")
     return codec
 
 
 def choose_grid_bits(values: Floats2D, bits: int, method: Method | None = None) -> int:
-    """16 if grids of 16 bits are as good as those of 32 for these rows, else 32.
+    """Choose grids of 16 bits if they are as good as those of 32 for these rows, else 32.
 
     As good: they raise the mean l2 loss by at most 0.5 %, and at most a thousandth of the rows is raw
     because of them. Judged by up to 65,536 rows, evenly spaced, so that the same rows give the same answer.
@@ -285,7 +287,7 @@ def l2_losses(values: NDArray[Any], decoded: NDArray[Any]) -> NDArray[np.float64
 
 
 def as_float32(rows: Bytes2D, dtype: str) -> Floats2D:
-    """A field's bytes as floats, exactly; of "F32" it is a view."""
+    """Convert a field's bytes to float32, exactly; for "F32" it is a view."""
     if dtype == "F32":
         return rows.view(np.float32)
     if dtype == "F16":
@@ -296,7 +298,7 @@ def as_float32(rows: Bytes2D, dtype: str) -> Floats2D:
 
 
 def from_float32(values: Floats2D, dtype: str) -> Bytes2D:
-    """Floats as a field's bytes, to nearest even; of "F32" it is a view. Finite values stay finite."""
+    """Convert floats to a field's bytes, to nearest even; finite values stay finite. A view for "F32"."""
     values = np.ascontiguousarray(values, np.float32)
     if dtype == "F32":
         return values.view(np.uint8)

@@ -29,33 +29,33 @@ _CHUNK = 4096  # rows that a thread takes at a time, a multiple of the eight tha
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedRows:
-    """Rows of floats in a few bits a number: what ``quantize`` gives.
+    """Quantized rows, the result of ``quantize``.
 
-    ``stored`` has a row of ``codec.stored_bytes(dim)`` bytes for each, in the layout that
-    docs/quantization.md draws. Rows that no grid represents (with NaN or infinity, or too far from zero
-    for a grid of 16 bits) are kept as they were, in ``raw_rows``, at the places ``raw_ids``.
+    ``stored`` has ``codec.stored_bytes(dim)`` bytes per row, in the format of docs/quantization.md. Rows that
+    no grid can represent (with NaN or infinity, or too far from zero for a grid of 16 bits) are kept
+    unchanged in ``raw_rows``; ``raw_ids`` are their numbers.
     """
 
     codec: UniformCodec
     shape: tuple[int, int]
     dtype: Any
-    """Of the rows that were given and of those that come back: NumPy's or torch's."""
+    """The dtype of the given rows, and of the result of ``dequantize``: NumPy's or torch's."""
     stored: Bytes2D
     raw_ids: NDArray[np.int64]
     raw_rows: Bytes2D
 
     @property
     def bits(self) -> int:
-        """Bits of each number."""
+        """Bits per value."""
         return self.codec.bits
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of it takes: grids and codes, and the rows that are kept as they were."""
+        """Total size in bytes: grids, codes and raw rows."""
         return self.stored.nbytes + self.raw_ids.nbytes + self.raw_rows.nbytes
 
     def dequantize(self, *, threads: int = 1) -> Any:
-        """The rows again, as an array or a tensor as they came; those that were kept raw bit by bit."""
+        """Decode the rows to an array or a tensor, like the given one. Raw rows are bit-identical."""
         name = _DTYPES[str(self.dtype).rpartition(".")[2]]
         values = np.empty(self.shape, np.float32)
         _in_chunks(lambda s: self.codec.decode(self.stored[s], values[s]), self.shape[0], _checked(threads))
@@ -81,20 +81,21 @@ def quantize(
     grid_bits: int | None = None,
     threads: int = 1,
 ) -> QuantizedRows:
-    """Store each row of a matrix in ``bits`` bits a number, on a grid of its own.
+    """Quantize each row of a matrix to ``bits`` bits per value, with its own scale and zero point.
 
-    A row takes ``dim * bits / 8`` bytes, rounded up, and 4 more for its grid (8 with ``grid_bits=32``).
-    ``dequantize()`` gives it back with every number off by at most one step, ``(max - min) / (2**bits - 1)``
-    of the row; rows with NaN or infinity come back bit by bit.
+    A row takes ``dim * bits / 8`` bytes, rounded up, and 4 more for its scale and zero point (8 with
+    ``grid_bits=32``). The error of ``dequantize()`` is at most one step per value, ``(max - min) /
+    (2**bits - 1)`` of the row; rows with NaN or infinity are restored bit for bit.
 
     Args:
         rows: a NumPy array or a torch tensor [rows, dim] of float32, float16 or (torch) bfloat16.
         bits: 2, 3, 4 or 8.
-        method: "symmetric", "asymmetric" or "adaptive"; by default adaptive, for 8 bits asymmetric.
-        num_bins: steps that the adaptive search divides a row's range into.
-        ratio: part of the range that the search covers.
-        grid_bits: 16 or 32 for scale and zero; by default 16, or 32 where 16 would cost accuracy.
-        threads: that share the work.
+        method: "symmetric", "asymmetric" or "adaptive". Default: adaptive, for 8 bits asymmetric.
+        num_bins: number of steps into which the adaptive search divides a row's range.
+        ratio: the part of the range that the search covers.
+        grid_bits: bits of the scale and of the zero point, 16 or 32. Default: 16, or 32 where 16 would cost
+            accuracy.
+        threads: number of threads.
     """
     table, dtype, name = _fields(rows)
     values = as_float32(table, name)
@@ -110,7 +111,7 @@ def quantize(
 
 
 def encode_rows(codec: RowCodec, values: Floats2D, *, threads: int = 1) -> tuple[Bytes2D, Flags]:
-    """All rows as the codec stores them, and which of them are raw."""
+    """Encode all rows. Returns the stored rows, and which of them are raw."""
     stored = np.empty((len(values), codec.stored_bytes(values.shape[1])), np.uint8)
     raw = np.empty(len(values), np.bool_)
 

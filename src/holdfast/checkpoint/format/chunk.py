@@ -1,4 +1,4 @@
-"""A chunk file's bytes: pieces of records behind a header, as one safetensors file.
+"""The format of chunk files: a header and pieces of records, as one safetensors file.
 
 A **piece** holds records of one group that were written (*born*) in some range of versions and replaced
 (*died*) in some range, with their row ids. It is the unit that is read and checksummed. A file (a
@@ -44,7 +44,7 @@ _FIRST_FIELD = 4  # in Piece.lengths
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a piece is and which versions need it.
+    """The position of a piece and the versions that need it.
 
     Version *v* needs the piece if ``first_born <= v < last_died``, and of it the records that were
     born at or before *v* and died after it. Pieces are applied by ascending ``rank``: where two hold
@@ -105,7 +105,7 @@ class NewPiece:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A file ready to be stored: its parts, and what the manifest must say of it."""
+    """An encoded file: its parts and its manifest entry."""
 
     parts: list[Any]
     bytes: int
@@ -115,15 +115,25 @@ class Encoded:
 
 
 def checksum(*parts: Any) -> str:
-    """128 bits of XXH3 over some buffers."""
+    """The 128-bit XXH3 checksum of some buffers."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)
     return state.hexdigest()
 
 
+def check_checksum(data: Any, expected: str, where: str, offset: int | None = None) -> None:
+    """Raise CorruptCheckpoint unless the data, at this offset of a file's pieces, has this checksum."""
+    found = checksum(data)
+    if found != expected:
+        at = "" if offset is None else f" at byte {offset:,}"
+        raise CorruptCheckpoint(
+            f"{where}: checksum mismatch{at} (expected {expected[:8]}…, got {found[:8]}…)"
+        )
+
+
 def encode_file(pieces: Sequence[NewPiece], fields_of_group: Sequence[Sequence[Field]]) -> Encoded:
-    """The bytes of a file with these pieces, without copying their records."""
+    """Encode a file with these pieces, without copying their records."""
     described: list[Piece] = []
     arrays: dict[str, Any] = {}
     parts: list[Any] = []
@@ -224,7 +234,7 @@ def check_layout(pieces: Sequence[Piece], groups: Sequence[Group], data_bytes: i
         if not problem and piece.offset != at:
             problem = f"it is at byte {piece.offset}, expected {at}"
         if problem:
-            raise CorruptCheckpoint(f"{where} has a piece that cannot be: {problem}")
+            raise CorruptCheckpoint(f"{where} has an invalid piece: {problem}")
         at += piece.length
     if at != data_bytes:
         raise CorruptCheckpoint(f"{where} has {data_bytes} bytes of pieces, expected {at}")
@@ -250,13 +260,15 @@ def _problem(piece: Piece, groups: Sequence[Group]) -> str | None:
 
 
 def check_piece(piece: Piece, data: NDArray[np.uint8], where: str) -> None:
-    """Raise CorruptCheckpoint unless these are the piece's bytes, or its index's alone."""
+    """Verify the checksums of a piece's bytes, or of its index alone. Raises CorruptCheckpoint."""
     end = piece.index_length
-    good = checksum(data[:end]) == piece.index_checksum
-    if good and data.nbytes != end:
-        good = data.nbytes == piece.length and checksum(data[end:]) == piece.fields_checksum
-    if not good:
-        raise CorruptCheckpoint(f"{where}: the piece at byte {piece.offset} does not have its checksum")
+    if data.nbytes not in (end, piece.length):
+        raise CorruptCheckpoint(
+            f"{where}: the piece at byte {piece.offset} has {data.nbytes} bytes, expected {piece.length}"
+        )
+    check_checksum(data[:end], piece.index_checksum, where, piece.offset)
+    if data.nbytes != end:
+        check_checksum(data[end:], piece.fields_checksum, where, piece.offset + end)
 
 
 def decode_index(piece: Piece, data: NDArray[np.uint8], where: str) -> Index:
@@ -371,9 +383,9 @@ def _unpack(values: list[Any]) -> Piece:
     sizes = tuple(lengths)
     whole = (*numbers, first_id, last_id, offset, *sizes)
     if any(type(n) is not int or not -1 <= n < 1 << 62 for n in whole):
-        raise ValueError("a piece has a number that cannot be")
+        raise ValueError("a piece has an invalid number")
     if min((group, rank, rows, offset, *sizes)) < 0 or len(sizes) <= _FIRST_FIELD:
-        raise ValueError("a piece has a size that cannot be")
+        raise ValueError("a piece has an invalid size")
     return Piece(
         group, rank, rows, first_born, last_born, first_died, last_died,
         str(encoding), first_id, last_id, offset, sizes, str(index_check), str(fields_check),

@@ -171,7 +171,7 @@ def decode_tree(data: bytes | memoryview, where: str) -> Any:
         if metadata["holdfast"] != FORMAT:
             raise ValueError(f"format {metadata['holdfast']!r}, expected {FORMAT!r}")
         if metadata["checksum"] != _header_checksum(described, metadata["tree"]):
-            raise ValueError("the header does not have its checksum")
+            raise ValueError("checksum mismatch in the header")
         arrays = _decode_arrays(described, np.frombuffer(view[8 + size :], np.uint8))
         return _Decoder(arrays).value(json.loads(metadata["tree"]), 0)
     except (UnsupportedState, *_BAD_BYTES) as error:
@@ -190,9 +190,9 @@ def _decode_arrays(described: dict[str, Any], data: NDArray[np.uint8]) -> dict[s
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if len(shape) > 64 or any(type(n) is not int or not 0 <= n < 1 << 63 for n in (*shape, begin, end)):
-            raise ValueError(f"array {name!r} has a shape that no array has")
+            raise ValueError(f"array {name!r} has an invalid shape")
         if begin != at or end - begin != DENSE_ELEMENT_BYTES[dtype] * math.prod(shape) or end > len(data):
-            raise ValueError(f"array {name!r} is not where it should be")
+            raise ValueError(f"array {name!r} is at an unexpected offset")
         arrays[name] = Array(dtype, shape, data[begin:end])
         at = end
     if at != len(data):

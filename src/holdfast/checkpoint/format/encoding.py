@@ -1,4 +1,4 @@
-"""What of a record is stored how: the policy's bits become codecs, and rows become fewer bytes.
+"""Choose codecs by the policy, and encode rows.
 
 A group of tables of which some field has a codec is stored as two groups: one with all of its rows, coded,
 and behind all groups one with the few rows that their codec cannot hold (NaN, infinity, values off its
@@ -38,7 +38,7 @@ GridBits = Callable[[int, Field, int], int]
 
 
 class Encoder:
-    """Turns snapshots of live groups into what is stored.
+    """Encodes snapshots of live groups.
 
     Attributes:
         live: the groups as they are in memory.

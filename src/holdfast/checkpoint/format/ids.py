@@ -21,7 +21,7 @@ from holdfast.kernels.ids import decode_gaps, encode_gaps, gaps_bound
 
 
 def encode_ids(ids: RowIds) -> tuple[str, NDArray[np.uint8]]:
-    """How they are stored, and their bytes. ``ids`` ascend; one may repeat."""
+    """Encode ascending ids, which may repeat. Returns the encoding's name and the bytes."""
     if not len(ids):
         return "range", np.empty(0, np.uint8)
     span = int(ids[-1] - ids[0])
@@ -44,13 +44,15 @@ def decode_ids(
     if rows == 0:
         return np.empty(0, np.int64)
     if not 0 <= first <= last < MOST_ROWS:
-        raise CorruptCheckpoint(f"{where}: {rows} row ids from {first} to {last} cannot be")
+        raise CorruptCheckpoint(f"{where}: {rows} row ids from {first} to {last} are invalid")
     if encoding == "range":
         if last - first != rows - 1:
-            raise CorruptCheckpoint(f"{where}: {rows} row ids from {first} to {last} are no range")
+            raise CorruptCheckpoint(f"{where}: {rows} row ids from {first} to {last} are not a range")
         return np.arange(first, last + 1, dtype=np.int64)
     if encoding not in ("rice", "rice0"):
-        raise CorruptCheckpoint(f"{where}: row ids are encoded as {encoding!r}, which is unknown here")
+        raise CorruptCheckpoint(
+            f"{where}: row ids are encoded as {encoding!r}, which this version of Holdfast does not know"
+        )
     if rows > 8 * size:  # every id takes a bit at least: checked before memory is taken
         raise CorruptCheckpoint(f"{where}: {rows} row ids in {size} bytes")
     ids = np.empty(rows, np.int64)
@@ -59,5 +61,5 @@ def decode_ids(
         padded = np.zeros(size + 8, np.uint8)
         padded[:size] = data[:size]
     if not decode_gaps(padded, first, last, 1 if encoding == "rice" else 0, ids) or ids[-1] != last:
-        raise CorruptCheckpoint(f"{where}: row ids are not what the header says")
+        raise CorruptCheckpoint(f"{where}: row ids do not match the header")
     return ids

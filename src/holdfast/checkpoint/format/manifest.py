@@ -1,4 +1,4 @@
-"""The JSON that makes versions exist.
+"""Manifests: the JSON files that make versions exist.
 
 A store's newest manifest is the store: it lists every version that can be restored and every file that
 they are made of. A save, a tidying of files and a deletion each end in a new manifest, published under
@@ -70,7 +70,7 @@ class FileChange(Struct, frozen=True):
 
     added: tuple[FileEntry, ...] = ()
     removed: tuple[str, ...] = ()
-    """Files of which nothing is needed any more."""
+    """Files that are no longer needed."""
     updated: tuple[FileEntry, ...] = ()
     """New entries of files that stay."""
     written: tuple[tuple[int, int], ...] = ()
@@ -90,7 +90,7 @@ class FileChange(Struct, frozen=True):
 
 
 class DenseEntry(Struct, frozen=True):
-    """The file with all that is not rows of tables."""
+    """The file with the dense state."""
 
     name: str
     bytes: int
@@ -106,9 +106,9 @@ class Version(Struct, frozen=True):
     time: float
     baseline: bool
     rows: int
-    """Rows that were written for it."""
+    """Rows written for it."""
     bytes: int
-    """Bytes that were written for it, dense file included."""
+    """Bytes written for it, dense file included."""
     dense: DenseEntry
     metadata: dict[str, Any] = {}
     restores: int = 0
@@ -120,7 +120,7 @@ class Version(Struct, frozen=True):
 
 
 class Era(Struct, frozen=True):
-    """A baseline and all that was saved on top of it."""
+    """A baseline and all versions based on it."""
 
     number: int
     strategy: str
@@ -159,7 +159,7 @@ class Era(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """Everything about a store at one time."""
+    """The content of a store at one time."""
 
     format: int
     number: int
@@ -220,7 +220,7 @@ def decode(data: bytes, where: str) -> Manifest:
         raise CorruptCheckpoint(f"{where} has format {manifest.format}; this Holdfast reads format {FORMAT}")
     problem = _problem(manifest)
     if problem:
-        raise CorruptCheckpoint(f"{where} cannot be right: {problem}")
+        raise CorruptCheckpoint(f"{where} is invalid: {problem}")
     return manifest
 
 
@@ -241,7 +241,7 @@ def _problem(manifest: Manifest) -> str | None:
         for f in era.files:
             whole = (f.bytes, f.header_bytes, f.shard, f.first_rank, f.first_born, f.rows)
             if not 0 <= min(whole) <= max(whole) < 1 << 62 or f.first_born > OPEN or f.last_died > OPEN:
-                return f"{f.name!r} has a number that cannot be"
+                return f"{f.name!r} has an invalid number"
     return _problem_of_records(manifest) or _problem_of_names(manifest)
 
 
@@ -250,7 +250,7 @@ def _problem_of_records(manifest: Manifest) -> str | None:
     counts = [(v.era, v.records) for v in manifest.versions]
     for number, records in (*counts, *((era.number, era.open_records) for era in manifest.eras)):
         if records and (len(records) != groups[number] or not 0 <= min(records) <= max(records) < 1 << 62):
-            return f"era {number} has a number of records that cannot be"
+            return f"era {number} has an invalid number of records"
     return None
 
 

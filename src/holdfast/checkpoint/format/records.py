@@ -122,11 +122,11 @@ class Group:
             sizes = [(str(name), int(rows)) for name, rows in value["tables"]]
             raw_rows_of = None if value.get("raw_rows_of") is None else int(value["raw_rows_of"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CorruptCheckpoint(f"a manifest has a group of tables that cannot be: {error!r}") from None
+            raise CorruptCheckpoint(f"a manifest has an invalid group of tables: {error!r}") from None
         if not fields or any(f.dtype not in ELEMENT_BYTES or not 0 < f.width <= 1 << 20 for f in fields):
-            raise CorruptCheckpoint("a manifest names a field that no table can have")
+            raise CorruptCheckpoint("a manifest has an invalid field")
         if any(f.codec is not None and f.dtype not in CODED_DTYPES for f in fields):
-            raise CorruptCheckpoint("a manifest names a codec for a field that is not of floats")
+            raise CorruptCheckpoint("a manifest has a codec for a field that is not floating point")
         tables: list[Table] = []
         first = 0
         for name, rows in sizes:

@@ -1,1 +1,1 @@
-"""Which files hold which rows: full versions, layouts of ``Chunked``, and what rearranges them."""
+"""Which files hold which rows: full versions, and the layouts of ``Chunked``."""

@@ -1,4 +1,4 @@
-"""When to write everything again: the two papers' rules, as arithmetic, and one that heeds the space."""
+"""When to write a new baseline: the two papers' rules, and one that limits the size of the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEASURED_BYTES = 1 << 20  # smaller writes measure the latency
 
 
 class Baselines:
-    """Remembers what the versions of an era cost, and says when the next is to begin a new one.
+    """Records the costs of the versions of an era, and decides when to start a new one.
 
     Args:
         policy: of the store.
@@ -29,7 +29,7 @@ class Baselines:
         self._speed = _GUESSED_SPEED
 
     def due(self, full_bytes: int, beyond_bytes: int) -> bool:
-        """Whether the next version is to hold everything.
+        """Whether the next version should be a baseline.
 
         ``full_bytes`` is what that takes, ``beyond_bytes`` what a restore of the newest version reads beyond
         its era's full one.
@@ -53,21 +53,21 @@ class Baselines:
         return extra_writes > 0 and self._keeps_few and early_baseline_is_due(self._sizes, extra_writes)
 
     def note(self, bytes_: int, full_bytes: int, seconds: float, *, baseline: bool) -> None:
-        """A version was written: so many bytes in so long."""
+        """Record the bytes and the duration of a written version."""
         self._sizes = [] if baseline else [*self._sizes, bytes_ / max(full_bytes, 1)]
         self._last_bytes = bytes_
         if bytes_ > _MEASURED_BYTES and seconds > 0:
             self._speed = bytes_ / seconds
 
     def note_tidied(self, bytes_: int, full_bytes: int) -> None:
-        """So much was rewritten after the last version that was noted."""
+        """Record the bytes rewritten after the last version."""
         if self._sizes:
             # A new list: another thread may be looking at the old one.
             *others, last = self._sizes
             self._sizes = [*others, last + bytes_ / max(full_bytes, 1)]
 
     def resume(self, manifest: Manifest, era: Era) -> None:
-        """Go on with an era that another process began."""
+        """Continue an era that another process began."""
         self._sizes = []
         if isinstance(self._strategy, Differential):
             full = sum(f.bytes for f in era.files if f.kind == "baseline")

@@ -1,4 +1,4 @@
-"""A small set of row ids that may say yes wrongly and never no: a Bloom filter.
+"""A Bloom filter of row ids: false positives, but no false negatives.
 
 An id's bits lie within one cache line, so a question costs one miss at most. With 10 bits for each id,
 about 1 % of the ids that are not in the set are taken for members (0.8 % without the cache lines).
@@ -24,7 +24,7 @@ _BLOCK_BITS = 512
 
 @dataclass(frozen=True, slots=True)
 class Bloom:
-    """A Bloom filter of row ids. Make it with ``of``."""
+    """A Bloom filter of row ids. Create it with ``of``."""
 
     words: NDArray[np.uint64]
 
@@ -37,5 +37,5 @@ class Bloom:
         return cls(words)
 
     def hits(self, ids: RowIds) -> int:
-        """How many of the ids are in the set, or are taken for it: never fewer than there are."""
+        """The number of ids that hit the filter: at least the number that is in the set."""
         return int(bloom_count(self.words, _PROBES, np.ascontiguousarray(ids)))

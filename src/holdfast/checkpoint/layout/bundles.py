@@ -1,4 +1,4 @@
-"""Chunk files as a shard writes them: what a change to a store consists of, and how pieces become files."""
+"""Write chunk files: how pieces become files, and what a change to a store consists of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file that has been written."""
+    """A written file."""
 
     entry: FileEntry
     pieces: tuple[Piece, ...]
@@ -30,20 +30,20 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class ShardChange:
-    """Files that a shard has written, and those that they replace; counts once it is in a manifest."""
+    """Files that a shard has written, and those that they replace; takes effect with a manifest."""
 
     version: int
     kind: Literal["baseline", "increment", "round"]
     files: tuple[Written, ...]
     removed: tuple[str, ...] = ()
-    """Files of which nothing is needed any more."""
+    """Files that are no longer needed."""
     updated: tuple[FileEntry, ...] = ()
-    """What is to be said from now on of files that stay, of which fewer pieces are needed."""
+    """New manifest entries of files that stay, but with fewer needed pieces."""
     replaced: tuple[tuple[int, int, int], ...] = ()
     """(version, group, how many) of records of which the files now say that they died in that version."""
 
     def for_manifest(self) -> FileChange:
-        """What the manifest must say."""
+        """The change as the manifest records it."""
         written = tuple((piece.group, piece.rows) for file in self.files for piece in file.pieces)
         added = tuple(file.entry for file in self.files)
         return FileChange(added, self.removed, self.updated, written, self.replaced)

@@ -1,4 +1,4 @@
-"""Freeing what deleted versions leave behind inside of files that other versions still need."""
+"""Remove records of deleted versions from files that other versions still need."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_prunable(
 def prune(
     store: Store, entry: FileEntry, groups: Sequence[Group], kept_versions: Sequence[int]
 ) -> FileChange:
-    """Write a history file anew without the records that no kept version needs.
+    """Rewrite a history file without the records that no kept version needs.
 
     Each of its records says when it died, so nothing else has to be read.
     """

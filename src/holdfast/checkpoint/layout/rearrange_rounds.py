@@ -1,4 +1,4 @@
-"""The "rounds" layout on files: which records have died in each, and rewriting the worst of them."""
+"""The "rounds" layout on files: count dead records per file, and rewrite the files with the most."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Rounds:
         self._where = [np.zeros(g.rows, np.int32) for g in self.groups]
 
     def note_written(self, change: ShardChange) -> None:
-        """A change is part of the store."""
+        """Record a change that a durable manifest contains."""
         removed = set(change.removed)
         self._files = {n: f for n, f in self._files.items() if f.entry.name not in removed}
         for file in change.files:

@@ -52,7 +52,7 @@ class TwoD:
         self._new = 0, {}
 
     def note_written(self, change: ShardChange) -> None:
-        """A change is part of the store."""
+        """Record a change that a durable manifest contains."""
         dead = {(entry.name, number) for entry in change.updated for number in entry.dead_pieces}
         gone = {
             chunk.key

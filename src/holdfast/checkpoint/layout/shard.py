@@ -34,13 +34,13 @@ class Rearranger(Protocol):
     """
 
     def begin(self, base: int) -> None:
-        """A baseline has been written: what was known of the era before is of no use."""
+        """Start an era: a baseline has been written."""
 
     def resume(self, store: Store, era: Era) -> None:
-        """Take up an era as if this process had written it."""
+        """Continue an era that another process wrote."""
 
     def note_written(self, change: ShardChange) -> None:
-        """A change is part of the store."""
+        """Record a change that a durable manifest contains."""
 
     def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
         """Write rearranged files; None if there is nothing to do.

@@ -1,4 +1,4 @@
-"""A digest of every row as it was last saved: the net below tracking, and a way to track any optimizer.
+"""A digest of every row's last saved state: a safety net for tracking, and a way to track any optimizer.
 
 Which rows change is known from lookups and gradients (``torch/watch.py``). Digests serve where that is not
 enough. A table of which any row may have changed (Adam on dense gradients, a hook that writes) is compared
@@ -24,7 +24,7 @@ from holdfast.checkpoint.memory.tracker import Tracker
 from holdfast.kernels.digests import digest_rows
 
 LONGEST_CHECK_SECONDS = 0.02
-"""Of one call: time that was not used is not saved up beyond it."""
+"""Seconds per call: unused time accumulates up to this limit."""
 _FIRST_GUESS_BYTES_PER_SECOND = 1e9
 _SLICE_BYTES = 1 << 19
 _LARGEST_SLICE_ROWS = 4096
@@ -32,12 +32,12 @@ _LARGEST_SLICE_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class UnseenChange:
-    """Rows of a table that had changed without a mark.
+    """Unmarked rows of a table that had changed.
 
     Attributes:
         table: its name.
         rows: how many.
-        verified: the last version of which it is known that it has these rows as they were.
+        verified: the last version that is known to have these rows as they were at the time.
     """
 
     table: str
@@ -47,7 +47,7 @@ class UnseenChange:
 
 @dataclass(slots=True)
 class _Checked:
-    """A table's place, and the last version that is known to have the rows of each slice right."""
+    """A table's position, and for each slice of rows the last version that is known to be correct."""
 
     table: Table
     group: int
@@ -63,7 +63,7 @@ class _Checked:
 
 
 class RowDigests:
-    """The digests of some groups' rows, and when rows were last found to match them.
+    """The digests of some groups' rows, and when rows last matched them.
 
     ``note`` is called by the thread that writes, everything else by the trainer's, and never while rows that
     were taken have yet to be noted.
@@ -86,7 +86,7 @@ class RowDigests:
         self._balance = 0.0
 
     def learn(self, live: LiveTables, version: int) -> None:
-        """Note the digests of all rows as they are in memory. ``version`` is the last one that was taken."""
+        """Compute the digests of all rows in memory. ``version`` is the last one that was taken."""
         for group, digests in enumerate(self._digests):
             digests[:] = 0
             nothing = np.zeros((len(digests) + 63) // 64, np.uint64)
@@ -94,7 +94,7 @@ class RowDigests:
         self.verified(self._tables, version)
 
     def note(self, version: int, rows: Sequence[Rows], *, baseline: bool) -> None:
-        """These are the rows, of each group, that a version holds; all rows in a baseline."""
+        """Record the digests of the rows that a version holds, for each group; a baseline holds all rows."""
         for group, some in enumerate(rows):
             if len(some):
                 addresses = np.array([[field.ctypes.data] for field in some.fields], np.int64)
@@ -104,7 +104,7 @@ class RowDigests:
             self.verified(self._tables, version)
 
     def verified(self, tables: Iterable[str], version: int) -> None:
-        """No change of these tables is missing from this version."""
+        """Record that this version misses no change of these tables."""
         for name in tables:
             if name in self._tables:
                 self._tables[name].verified[:] = version
@@ -112,13 +112,13 @@ class RowDigests:
     def find_changed(
         self, live: LiveTables, group: int, begin: int, end: int, marked: NDArray[np.uint64]
     ) -> int:
-        """Mark the rows that differ from their digests; how many."""
+        """Mark the rows that differ from their digests. Returns their number."""
         return live.mark_changed(group, begin, end, self._digests[group], marked, mark_unknown=True)
 
     def check_table(
         self, live: LiveTables, table: str, tracker: Tracker, version: int
     ) -> UnseenChange | None:
-        """Compare all rows of a table that are not marked, and mark those that differ.
+        """Compare all unmarked rows of a table with their digests, and mark those that differ.
 
         ``version`` is the last one that was taken.
         """
@@ -135,13 +135,13 @@ class RowDigests:
         seconds: float,
         may_check: Callable[[str], bool],
     ) -> list[UnseenChange]:
-        """Go on comparing rows that are not marked, for about ``seconds`` and what was left of earlier calls.
+        """Continue comparing unmarked rows, for about ``seconds`` and the time left over from earlier calls.
 
-        Tables of which ``may_check`` says no are passed over.
+        Tables for which ``may_check`` returns False are skipped.
         """
         self._balance = min(self._balance + seconds, LONGEST_CHECK_SECONDS)
         found: list[UnseenChange] = []
-        for _ in self._order:  # once round at the most
+        for _ in self._order:  # at most one cycle
             at, begin = self._next
             checked = self._tables[self._order[at]]
             if may_check(checked.table.name):
@@ -162,7 +162,7 @@ class RowDigests:
         return found
 
     def _affordable(self, checked: _Checked, begin: int) -> int:
-        """The row up to which the time suffices: the table's last, or the end of a slice."""
+        """The last row that can be compared in the time: the table's last, or the end of a slice."""
         rows = int(max(self._balance, 0.0) * self._bytes_per_second / checked.record_bytes)
         if rows >= checked.table.rows - begin:
             return checked.table.rows

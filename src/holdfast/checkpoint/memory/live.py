@@ -32,12 +32,12 @@ FieldsOf = Callable[[str], Sequence[Bytes2D]]
 
 _ALL = np.empty(0, np.int64)
 _CORES = os.cpu_count() or 1
-_HELP_BYTES = 1 << 20  # less is not worth waking a thread for
+_HELP_BYTES = 1 << 20  # below this, waking a thread costs more than it gains
 
 
 @cache
 def _helper() -> SimpleQueue[Callable[[], None]]:
-    """What is put into it another thread does. Not a pool, which an interrupt can leave locked for good."""
+    """A queue of work for a helper thread. Not a pool, which an interrupt can leave locked forever."""
     jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def work() -> None:
@@ -48,22 +48,22 @@ def _helper() -> SimpleQueue[Callable[[], None]]:
     return jobs
 
 
-# A process that is forked off has the queue but not the thread.
+# A forked process has the queue but not the thread.
 os.register_at_fork(after_in_child=_helper.cache_clear)
 
 
 class LiveTables:
-    """Where the rows of some groups are in memory.
+    """The memory of the rows of some groups.
 
     Args:
-        groups: which tables there are, with what fields.
-        fields_of: asked once, here. The arrays are kept alive; what takes their place later is not seen.
+        groups: the tables and their fields.
+        fields_of: called once, here. The arrays are kept alive; if they are replaced, make a new object.
     """
 
     def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
         self.groups = tuple(groups)
         self._firsts = [np.array([t.first for t in g.tables] + [g.rows], np.int64) for g in groups]
-        # Kept alive here: below they are addresses.
+        # These references keep the memory alive: below, only addresses are used.
         self._live = [[tuple(fields_of(t.name)) for t in g.tables] for g in groups]
         self._addresses = [
             np.array([[f[i].ctypes.data for f in tables] for i in range(len(g.fields))], np.int64)
@@ -78,7 +78,7 @@ class LiveTables:
                         )
 
     def weights(self, table: str) -> NDArray[np.float32]:
-        """The live weights of a table, [rows, width]; ConfigError if they are no floats of 32 bits."""
+        """The live weights of a table, [rows, width]. Raises ConfigError if they are not float32."""
         for group, tables in zip(self.groups, self._live, strict=True):
             for one, fields in zip(group.tables, tables, strict=True):
                 if one.name == table:
@@ -92,7 +92,7 @@ class LiveTables:
         raise KeyError(table)
 
     def fill(self, group: int, first: int, fields: Sequence[Bytes2D]) -> None:
-        """Write neighbouring rows, of which the first has this id."""
+        """Write contiguous rows, starting at the id ``first``."""
         firsts = self._firsts[group]
         at, end = first, first + len(fields[0])
         while at < end:
@@ -106,9 +106,9 @@ class LiveTables:
             at = stop
 
     def start_gather(self, wanted: Sequence[RowIds], out: Sequence[Sequence[Bytes2D]]) -> Gather:
-        """Begin to copy rows (of each group, ids ascending) to ``out`` (of each group, of each field).
+        """Start copying rows (ascending ids, for each group) to ``out`` (for each group and field).
 
-        Call ``finish`` on what this returns. Nothing may write to the rows before it comes back.
+        Call ``finish`` on the result. Nothing may write to the rows before that returns.
         """
         parts: list[_GatherPart] = []
         for group, (ids, copies) in enumerate(zip(wanted, out, strict=True)):
@@ -127,10 +127,11 @@ class LiveTables:
         *,
         mark_unknown: bool,
     ) -> int:
-        """Of rows ``begin`` to ``end`` of a group, mark in a bitmap those that differ from their digests.
+        """Mark rows from ``begin`` to ``end`` of a group that differ from their digests. Returns their
+        number.
 
-        Rows that are marked already are left out. Those whose digest is 0, unknown, are marked too, or get
-        it. How many were marked.
+        Rows that are already marked are skipped. Rows with an unknown digest (0) are marked if
+        ``mark_unknown``, else their digest is computed.
         """
         if not (0 <= begin <= end <= len(digests) == self._firsts[group][-1]):
             raise ValueError(f"rows {begin} to {end} of a group of {self._firsts[group][-1]}")
@@ -157,9 +158,9 @@ class LiveTables:
         positions: NDArray[np.int64] | None = None,
         codecs: Sequence[RowCodec | None] = (),
     ) -> None:
-        """Write rows of a group to where they belong; with positions, only the rows at those.
+        """Write rows of a group to their tables; with ``positions``, only the rows at those positions.
 
-        ``codecs``, of each field, decode on the way; what they mark as raw stays as it is.
+        ``codecs``, one per field or None, decode the rows. Rows that are marked as raw are not written.
         """
         if not len(rows) or (positions is not None and not len(positions)):
             return
@@ -188,7 +189,7 @@ class LiveTables:
         values: Bytes2D,
         positions: RowIds,
     ) -> None:
-        """Floats of 16 bits, by way of those of 32."""
+        """Decode to float32, then convert to a 16-bit type."""
         known = ~codec.is_raw(values)
         if len(positions):
             known &= np.isin(np.arange(len(ids)), positions)
@@ -199,7 +200,7 @@ class LiveTables:
             _scatter(addresses[None], firsts, ids[kept], [from_float32(decoded, field.dtype)], _ALL)
 
     def _check(self, group: int, ids: RowIds) -> None:
-        """Ids become addresses, and they ascend."""
+        """Check the range of ascending ids, which become addresses."""
         rows = self._firsts[group][-1]
         if not (ids[0] >= 0 and ids[-1] < rows):
             raise CorruptCheckpoint(f"rows {ids[0]} to {ids[-1]} of a group of {rows}")
@@ -208,7 +209,7 @@ class LiveTables:
 def _scatter(
     addresses: RowIds, firsts: RowIds, ids: RowIds, fields: Sequence[Bytes2D], positions: RowIds
 ) -> None:
-    """Rows of several fields, as bytes, to the tables at these addresses, [field, table]."""
+    """Copy rows of several fields to the tables at these addresses, [field, table]."""
     fields = [np.ascontiguousarray(field) for field in fields]
     values = np.array([field.ctypes.data for field in fields], np.int64)
     row_bytes = np.array([field.shape[1] for field in fields], np.int64)
@@ -216,7 +217,7 @@ def _scatter(
 
 
 class _GatherPart:
-    """Rows of one group to be copied, by whoever has time."""
+    """Rows of one group to copy. Any number of threads may share the work."""
 
     def __init__(self, addresses: RowIds, firsts: RowIds, ids: RowIds, copies: Sequence[Bytes2D]) -> None:
         row_bytes = [copy.shape[1] for copy in copies]
@@ -226,13 +227,13 @@ class _GatherPart:
         self._arguments = addresses, firsts, ids, targets, np.zeros(2, np.int64)
 
     def run(self, how: int) -> None:
-        """Copy what nobody has copied yet."""
+        """Copy the rows that no thread has copied yet."""
         addresses, firsts, ids, targets, shared = self._arguments
         fields = len(addresses)
         gather_rows(addresses, firsts, ids, targets[:fields], targets[fields:], shared, how)
 
     def run_on_all(self) -> None:
-        """The same, by the threads of torch."""
+        """Copy all rows on PyTorch's threads."""
         arrays = self._arguments
         pointers = [array.ctypes.data for array in arrays]
         numbers = np.array([*arrays[0].shape, len(arrays[2]), *pointers], np.int64)
@@ -256,10 +257,10 @@ class Gather:
                 part.run_on_all()
             self._parts = ()
         else:
-            # Whoever called has other things to do meanwhile.
+            # The caller can do other things meanwhile.
             try:
                 helper = _helper()
-            except RuntimeError:  # the system has no thread left: ``finish`` copies everything
+            except RuntimeError:  # no thread available: ``finish`` copies everything
                 return
             self._helped = Latch()
             helper.put(self._help)
@@ -268,7 +269,7 @@ class Gather:
             self._run(UNTIL_HELPED)
 
     def finish(self) -> None:
-        """Return when everything is copied."""
+        """Wait until everything is copied."""
         self._run(ALL)
         if self._helped is not None:
             self._helped.wait()

@@ -30,40 +30,40 @@ RowIds = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 LARGE_SHARE = 0.99
-"""Of all bytes, that the tables have whose rows are prioritised (CPR, section 5.1)."""
+"""Share of all bytes in the tables whose rows are prioritized (CPR, section 5.1)."""
 SAMPLING_PERIOD = 2
-"""Of how many batches ``SubSampled`` looks at one (CPR, section 5.1)."""
+"""``SubSampled`` looks at one of this many batches (CPR, section 5.1)."""
 
 
 class Priority(Protocol):
-    """Ranks the rows of one table. Not safe for use by two threads at once."""
+    """Ranks the rows of one table. Not thread-safe."""
 
     limit: int
-    """How many rows are chosen at most."""
+    """Maximum number of chosen rows."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds."""
+        """Bytes of memory that it uses."""
         ...
 
     def touched(self, ids: RowIds) -> None:
-        """A batch looks up these rows, repetitions included; ids that the table does not have are left out.
+        """Record the lookups of one batch, repetitions included. Ids outside of the table are ignored.
 
-        To be called once for each batch.
+        Call this once for each batch.
         """
         ...
 
     def choose(self) -> RowIds:
-        """The rows to save now, ascending, ``limit`` at most; none that has not been touched since its last
+        """The rows to save now, ascending, at most ``limit``; only rows that were touched since their last
         save. Changes nothing."""
         ...
 
     def saved(self, ids: RowIds) -> None:
-        """These rows are copied as they are now: what came before counts no longer."""
+        """Record that these rows are being saved: earlier lookups and changes no longer count."""
         ...
 
     def failed(self, ids: RowIds) -> None:
-        """What ``saved`` said of these rows did not come true: they go first."""
+        """Record that these rows were not saved after all. They are chosen first next time."""
         ...
 
 
@@ -82,7 +82,7 @@ class MostUsed:
 
     @property
     def nbytes(self) -> int:
-        """Four bytes a row."""
+        """Four bytes per row."""
         return self._counters.nbytes
 
     @property
@@ -91,20 +91,20 @@ class MostUsed:
         return self._counters
 
     def touched(self, ids: RowIds) -> None:
-        """Count each of them."""
+        """Count the lookups."""
         count_rows(self._counters, ids)
 
     def choose(self) -> RowIds:
-        """Those with the highest counts; among equals, those whose turn it is."""
+        """The rows with the highest counts; among equal counts, in turns."""
         chosen, self._next = _highest(self._counters, self.limit, self._next)
         return chosen
 
     def saved(self, ids: RowIds) -> None:
-        """Count them from zero."""
+        """Reset the counts of these rows."""
         self._counters[ids] = 0
 
     def failed(self, ids: RowIds) -> None:
-        """Give them the highest count there is."""
+        """Give these rows the highest possible count."""
         self._counters[ids] = np.iinfo(np.uint32).max
 
 
@@ -134,26 +134,26 @@ class SubSampled:
 
     @property
     def nbytes(self) -> int:
-        """Four bytes for each row that it has room for."""
+        """Four bytes for each row that the list can hold."""
         return self._slots.nbytes
 
     def touched(self, ids: RowIds) -> None:
-        """Remember them, if it is the turn of this batch."""
+        """Add the rows to the list, if this batch is sampled."""
         if self._batch % self._period == 0:
             remember_rows(self._slots, ids, self._rows, self._chance)
         self._batch += 1
 
     def choose(self) -> RowIds:
-        """All in the list."""
+        """All rows in the list."""
         found = np.sort(self._slots[self._slots != 0].astype(np.int64) - 1)
         return found[: self.limit]
 
     def saved(self, ids: RowIds) -> None:
-        """Take them off the list."""
+        """Remove the rows from the list."""
         forget_rows(self._slots, ids)
 
     def failed(self, ids: RowIds) -> None:
-        """Put them on the list again."""
+        """Add the rows to the list again."""
         remember_rows(self._slots, ids, self._rows, self._chance)
 
 
@@ -173,32 +173,32 @@ class LargestChange:
 
     @property
     def nbytes(self) -> int:
-        """As many as the weights."""
+        """As many bytes as the weights."""
         return self._saved.nbytes
 
     def touched(self, ids: RowIds) -> None:
-        """Nothing: the weights tell."""
+        """Do nothing: changes are found by comparing the weights."""
 
     def choose(self) -> RowIds:
-        """Those with the largest changes; without any, none."""
+        """The rows with the largest changes above zero."""
         sizes = np.empty(len(self._saved), np.float32)
         change_sizes(self._values(), self._saved, sizes)
         chosen, self._next = _highest(sizes, self.limit, self._next)
         return chosen
 
     def saved(self, ids: RowIds) -> None:
-        """Keep what they are now."""
+        """Remember the current weights of these rows."""
         self._saved[ids] = self._values()[ids]
 
     def failed(self, ids: RowIds) -> None:
-        """Keep nothing that their weights could be close to."""
+        """Set the remembered weights so that these rows count as changed most."""
         self._saved[ids] = np.nan
 
 
 def make_priority(
     name: PriorityName, rows: int, fraction: float, values: Callable[[], Floats], *, seed: int = 0
 ) -> Priority:
-    """The one of this name; ``values`` gives the table's live weights, for "scar" alone."""
+    """Create a priority by name. ``values`` returns the table's live weights; only "scar" needs it."""
     if name == "mfu":
         return MostUsed(rows, fraction)
     if name == "ssu":
@@ -209,16 +209,16 @@ def make_priority(
 
 
 def limit_of(rows: int, fraction: float) -> int:
-    """How many rows this fraction is; one at least."""
+    """The number of rows of this fraction, at least one."""
     if not 0 < fraction <= 1:
         raise ConfigError(f"fraction is {fraction!r}: expected above 0, at most 1")
     return max(1, int(rows * fraction))
 
 
 def large_tables(sizes: Sequence[int], share: float = LARGE_SHARE) -> list[int]:
-    """The numbers of the largest tables, as few as have this share of all bytes together, ascending.
+    """The indices of the fewest largest tables that together have this share of all bytes, ascending.
 
-    Only their rows are worth ranking: the others are saved whole.
+    Only their rows are ranked: of the others all changed rows are saved.
     """
     order = sorted(range(len(sizes)), key=lambda table: (-sizes[table], table))
     found: list[int] = []
@@ -232,7 +232,7 @@ def large_tables(sizes: Sequence[int], share: float = LARGE_SHARE) -> list[int]:
 
 
 def _highest(scores: NDArray[np.uint32] | NDArray[np.float32], limit: int, turn: int) -> tuple[RowIds, int]:
-    """The rows with the highest scores above zero, ascending, ``limit`` at most.
+    """The rows with the highest scores above zero, ascending, at most ``limit``.
 
     Of rows that score equal, those come first that follow row ``turn``; returned is whose turn is next. Else
     the first rows of a table were saved again and again, and the last ones never.

@@ -1,4 +1,4 @@
-"""Which rows have changed: a bit for each, cleared only when what it stands for is durable."""
+"""Which rows have changed: one bit per row, cleared only when the saved row is durable."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ changed there, and says how many it marked."""
 
 
 class RowSet:
-    """A set of rows of one group: a bit for each."""
+    """A set of rows of one group, as a bitmap."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.bits = np.zeros((rows + 63) // 64, np.uint64)
 
     def add(self, ids: NDArray[np.int64], first: int = 0, rows: int | None = None) -> None:
-        """Put in rows ``first + ids`` of a table with this many rows; ids outside of it are left out."""
+        """Add rows ``first + ids`` of a table with this many rows; ids outside of it are ignored."""
         mark_rows(self.bits, ids, first, self.rows if rows is None else rows)
 
     def add_range(self, first: int, rows: int) -> None:
-        """Put in neighbouring rows: whole words at once."""
+        """Add contiguous rows, a word at a time."""
         behind = first + rows
         begin, end = -(-first // 64), behind // 64
         if begin > end:  # all of them in one word
@@ -39,7 +39,7 @@ class RowSet:
         mark_rows(self.bits, np.arange(max(first, 64 * end), behind, dtype=np.int64), 0, self.rows)
 
     def gaps(self, first: int, rows: int) -> tuple[int, int, int]:
-        """The first and the last of these neighbouring rows that is not in it, and how many are not."""
+        """The first and the last row of a range that is not in the set, and how many are not."""
         begin, end = first // 64, (first + rows + 63) // 64
         left = ~self.bits[begin:end]
         left[:1] &= ~np.uint64(0) << np.uint64(first - 64 * begin)
@@ -53,22 +53,22 @@ class RowSet:
         return lowest, highest, int(count_marked(left))
 
     def discard(self, ids: NDArray[np.int64]) -> None:
-        """Take rows out of it, if they are in it."""
+        """Remove rows, if they are in the set."""
         unmark_rows(self.bits, ids)
 
     def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these rows are in it."""
+        """Which of these rows are in the set."""
         found: NDArray[np.bool_] = (self.bits[ids >> 6] >> (ids & 63).astype(np.uint64)) & np.uint64(1) != 0
         return found
 
     def ids(self) -> RowIds:
-        """The rows in it, ascending."""
+        """The rows in the set, ascending."""
         space = np.empty(len(self) + 64, np.int64)
         found, _ = marked_rows(self.bits, space, False)
         return space[:found]
 
     def ids_in(self, space: RowIds) -> RowIds:
-        """The same: in ``space`` if there is room for 64 more."""
+        """The rows in the set, written to ``space`` if it has room for 64 more."""
         found, words = marked_rows(self.bits, space, False)
         return space[:found] if words == len(self.bits) else self.ids()
 
@@ -99,7 +99,7 @@ class Tracker:
         self._last_taken: list[RowIds] = [np.empty(0, np.int64) for _ in groups]
         self._suspects: set[str] = set()
         self._taken_suspects: set[str] = set()
-        # Marking releases the GIL, and bits share words: two threads at once would lose marks.
+        # Marking releases the GIL, and bits share words: without a lock, threads would lose marks.
         self._lock = threading.RLock()
 
     @property
@@ -116,13 +116,13 @@ class Tracker:
                 self._priorities[table].touched(ids)
 
     def suspect(self, table: str) -> None:
-        """Any row of the table may have changed: which ones have is found out when rows are taken."""
+        """Record that any row of the table may have changed; ``take`` finds out which ones have."""
         with self._lock:
             self._suspects.add(table)
 
     @property
     def suspects(self) -> Collection[str]:
-        """Tables of which any row may have changed."""
+        """Tables in which any row may have changed."""
         return self._suspects
 
     def is_suspect(self, table: str) -> bool:
@@ -130,13 +130,13 @@ class Tracker:
         return table in self._suspects
 
     def find_changed(self, table: str, find: FindChanged) -> int:
-        """Let ``find`` mark rows of a table that have changed; how many it says there are."""
+        """Let ``find`` mark the changed rows of a table. Returns their number."""
         group, place = self._places[table]
         with self._lock:
             return find(group, place.first, place.first + place.rows, self._changed[group].bits)
 
     def explains(self, table: str, ids: NDArray[np.int64]) -> bool:
-        """Whether all of these rows of a table are marked, or were when rows were last taken."""
+        """Whether all of these rows of a table are marked, or were marked at the last ``take``."""
         group, place = self._places[table]
         with self._lock:
             missing = ids[~self._changed[group].contains(ids + place.first)] + place.first
@@ -145,7 +145,7 @@ class Tracker:
             return bool((at < len(known)).all() and (known[at] == missing).all())
 
     def take(self, *, whole: bool = True, find: FindChanged | None = None) -> list[RowIds]:
-        """The changed rows of each group; what is marked from now on belongs to the next snapshot.
+        """The changed rows of each group. Later marks belong to the next snapshot.
 
         Not ``whole``: of tables that have priorities, those that come first. The others stay marked. ``find``
         marks the rows of suspected tables that have changed; without it all of them are taken to have.
@@ -155,13 +155,13 @@ class Tracker:
                 raise RuntimeError("the last snapshot has neither been confirmed nor given back")
             self._mark_suspects(find)
             found = [c.ids_in(space) for c, space in zip(self._changed, self._spaces, strict=True)]
-            # First: whoever interrupts this loses no mark.
+            # This comes first, so that an interrupt loses no mark.
             self._taken, self._taken_suspects = found, set(self._suspects)
             self._suspects.clear()
             self._last_taken = found
             for changed, ids in zip(self._changed, found, strict=True):
                 changed.discard(ids)
-            # Fresh memory costs a page fault for every 4 KiB: what was needed this time is kept for the next.
+            # Fresh memory costs a page fault for every 4 KiB, so the buffer is reused.
             for number, ids in enumerate(found):
                 if not 0.125 * len(self._spaces[number]) <= len(ids) + 1024 <= len(self._spaces[number]):
                     self._spaces[number] = np.empty(len(ids) + len(ids) // 4 + 1024, np.int64)
@@ -194,7 +194,7 @@ class Tracker:
         return ids[now]
 
     def _taken_of(self, table: str) -> RowIds:
-        """The rows of a table that were taken, by their numbers in it."""
+        """The rows of a table that were taken, numbered within the table."""
         assert self._taken is not None
         group, place = self._places[table]
         ids = self._taken[group]
@@ -207,7 +207,7 @@ class Tracker:
             self._taken = None
 
     def give_back(self) -> None:
-        """The last snapshot was not saved: its rows count as changed again."""
+        """Mark the rows of the last snapshot as changed again: it was not saved."""
         with self._lock:
             if self._taken is not None:
                 for table, priority in self._priorities.items():

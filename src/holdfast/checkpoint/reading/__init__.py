@@ -1,1 +1,1 @@
-"""A version from the store to rows: which pieces, in which order, checked."""
+"""Read a version from the store: which pieces, in which order, with verification."""

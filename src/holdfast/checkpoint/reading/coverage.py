@@ -1,4 +1,4 @@
-"""Whether a version's files hold every row of its tables, and every record that was written for it.
+"""Check that a version's files have every row of its tables, and every record that was written for it.
 
 Two counts, each of which finds what the other does not:
 
@@ -33,7 +33,7 @@ Ranges = list[tuple[int, int]]
 
 
 class Coverage:
-    """Counts the rows and the records of one version.
+    """Counts the rows and records of one version.
 
     Call ``check`` once; then ``note``, from any thread, for each piece of which ``wants`` says so; then
     ``finish``.
@@ -57,7 +57,7 @@ class Coverage:
         self._lock = threading.Lock()
 
     def check(self, *, at_most: int = 0) -> None:
-        """Raise CorruptCheckpoint if the headers alone tell that something is missing.
+        """Raise CorruptCheckpoint if the headers alone show that something is missing.
 
         Groups of up to ``at_most`` rows are left to ``finish``, which tells exactly which rows they are.
         """
@@ -79,7 +79,7 @@ class Coverage:
                 raise CorruptCheckpoint(f"{self._where} {lacking_records(group, found, expected)}")
 
     def wants(self, piece: Piece) -> bool:
-        """Whether ``note`` needs to be told of a piece: its header does not say all."""
+        """Whether ``note`` must be called for a piece, because its header is not sufficient."""
         return not piece.is_run and (self._rows[piece.group] is not None or not self._is_sure(piece))
 
     def note(self, piece: Piece, ids: RowIds, positions: RowIds | None) -> None:
@@ -103,7 +103,7 @@ class Coverage:
                 raise CorruptCheckpoint(f"{self._where} {lacking_records(group, found, expected)}")
 
     def _is_sure(self, piece: Piece) -> bool:
-        """Whether all of its records belong to the version."""
+        """Whether all records of the piece belong to the version."""
         return piece.last_born <= self._version.version < piece.first_died
 
     def _check_ranges(self, group: Group, pieces: Sequence[Piece], at_most: int) -> RowSet | None:

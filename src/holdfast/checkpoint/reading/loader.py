@@ -1,4 +1,4 @@
-"""Where rows go when a version is read: to whoever asked for them, or into live tables."""
+"""Sinks for the rows of a version: a callback, or live tables."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _RawRows:
 
 
 class Decoder:
-    """Hands rows on to a sink as they were in memory."""
+    """Decodes rows and passes them to a sink."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -111,7 +111,7 @@ class RowLoader:
         self._raw = _RawRows()
 
     def __call__(self, group: int, rows: Rows) -> None:
-        """Write rows of a group to where they belong."""
+        """Write rows of a group to their tables."""
         self.tables.scatter(group, rows)
 
     def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:

@@ -1,4 +1,4 @@
-"""Chunk files as they are read: opened and checked, in long stretches, by several threads."""
+"""Read chunk files: open, verify, and read long stretches with several threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ THREADS = min(4, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Pieces of a file that are read together."""
+    """Consecutive pieces of a file that are read together."""
 
     file: OpenFile
     pieces: tuple[Piece, ...]
@@ -63,7 +63,7 @@ class OpenFile:
     where: str
 
     def read(self, pieces: Sequence[Piece], out: NDArray[np.uint8]) -> None:
-        """Read these pieces, one behind the other."""
+        """Read these pieces, one after the other."""
         ranges = [(self.entry.header_bytes + piece.offset, piece.length) for piece in pieces]
         self.reader.read_into(ranges, out.data)
 
@@ -85,10 +85,9 @@ def open_file(
         if reader.size != entry.bytes:
             raise CorruptCheckpoint(f"{where} has {reader.size} bytes, expected {entry.bytes}")
         if not 8 < entry.header_bytes <= min(entry.bytes, LARGEST_HEADER):
-            raise CorruptCheckpoint(f"{where} is said to have a header of {entry.header_bytes} bytes")
+            raise CorruptCheckpoint(f"{where} has an invalid header size, {entry.header_bytes} bytes")
         header = reader.read(0, entry.header_bytes)
-        if chunk.checksum(header) != entry.header_checksum:
-            raise CorruptCheckpoint(f"{where}: its header does not have its checksum")
+        chunk.check_checksum(header, entry.header_checksum, f"{where}: header")
         pieces = decode_header(header, where)
         chunk.check_layout(pieces, groups, entry.bytes - entry.header_bytes, where)
     except BaseException:
@@ -120,7 +119,7 @@ def read_checked(stretch: Stretch, buffer: NDArray[np.uint8]) -> list[tuple[Piec
 
 
 def by_size(items: Iterable[Item], bytes_of: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
-    """Items one after the other, as many together as are within a limit."""
+    """Group consecutive items up to a size limit."""
     together: list[Item] = []
     size = 0
     for item in items:
@@ -198,14 +197,14 @@ class Turns:
         self._given_up = False
 
     def wait(self, rank: int) -> None:
-        """Return when everything of lower rank is written. Stretches are begun in ascending order of rank."""
+        """Wait until everything of lower rank is written. Stretches start in ascending order of rank."""
         with self._changed:
             self._changed.wait_for(lambda: self._given_up or self._ranks[-1] == rank)
             if self._given_up:
                 raise CancelledError
 
     def finish(self, stretch: Stretch) -> None:
-        """This stretch is written."""
+        """Record that this stretch is written."""
         with self._changed:
             self.loaded += stretch.bytes
             self._left[stretch.rank] -= 1
@@ -215,7 +214,7 @@ class Turns:
             self._on_progress(self.loaded)
 
     def give_up(self) -> None:
-        """Let nobody wait for what will not come."""
+        """Wake up all waiting threads after an error."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
@@ -225,7 +224,7 @@ _thread_local = threading.local()
 
 
 def thread_buffer(size: int) -> NDArray[np.uint8]:
-    """Memory for a stretch: this thread's last one, which is done with."""
+    """A buffer for a stretch; each thread reuses its own."""
     buffer: NDArray[np.uint8] | None = getattr(_thread_local, "buffer", None)
     if buffer is None or len(buffer) < size:
         buffer = _thread_local.buffer = aligned_empty(max(size, STRETCH_BYTES))

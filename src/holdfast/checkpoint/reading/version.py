@@ -1,4 +1,4 @@
-"""Reading a version: which pieces it needs, in which order, as few and as long reads as possible.
+"""Read a version: select its pieces, order them, and read them in few long reads.
 
 The main path is ``VersionReader.read_rows``: into live tables by ``pipelines.load_rows``, to anybody else by
 ``pipelines.hand_on_rows``.
@@ -49,7 +49,7 @@ class _OpenedForEachRead(ObjectReader):
 
 
 class VersionReader:
-    """One version of a store, opened: its files are held open, so that tidying cannot take them away.
+    """An open version. Its files stay open, so that they remain readable if a writer deletes them.
 
     A context manager. Open it with ``open_version``.
     """
@@ -101,14 +101,13 @@ class VersionReader:
         return sorted(needed, key=lambda pair: pair[1].rank)
 
     def dense(self) -> bytes:
-        """The bytes of the dense part, checked."""
+        """The verified bytes of the dense part."""
         entry = self.version.dense
         where = f"{self.store.url}: {entry.name} (version {self.version.version})"
         if self._dense.size != entry.bytes:
             raise CorruptCheckpoint(f"{where} has {self._dense.size} bytes, expected {entry.bytes}")
         data = self._dense.read()
-        if chunk.checksum(data) != entry.checksum:
-            raise CorruptCheckpoint(f"{where} does not have its checksum")
+        chunk.check_checksum(data, entry.checksum, where)
         self.bytes_read += len(data)
         return data
 
@@ -120,7 +119,7 @@ class VersionReader:
         born_after: int = 0,
         on_progress: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Hand all rows of the version to the sink, later ones overriding earlier ones.
+        """Pass all rows of the version to the sink; later rows override earlier ones.
 
         ``baseline=False`` leaves out the rows of the era's full version: only what changed since.
         ``born_after`` leaves out what was written for that version of the era or an earlier one.
@@ -149,7 +148,7 @@ class VersionReader:
             )
 
     def check_complete(self) -> None:
-        """Raise CorruptCheckpoint if headers tell that rows are missing. Reads nothing."""
+        """Raise CorruptCheckpoint if the headers show that rows are missing. Reads nothing."""
         self._check_headers(self.pieces())
 
     def count_rows(self) -> None:
@@ -184,7 +183,7 @@ class VersionReader:
         return sum(piece.length for _, piece in self.pieces())
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -223,14 +222,14 @@ def open_version(store: Store, version: int | None = None, manifest: Manifest | 
 def find_version(manifest: Manifest, version: int | None, url: str) -> Version:
     """A version of a manifest by number; the newest for None."""
     if not manifest.versions:
-        raise NoSuchVersion(f"{url} holds no version")
+        raise NoSuchVersion(f"{url} has no versions")
     if version is None:
         return manifest.versions[-1]
     for candidate in manifest.versions:
         if candidate.version == version:
             return candidate
     have = [v.version for v in manifest.versions]
-    raise NoSuchVersion(f"{url} holds no version {version}: it has {_shown(have)}")
+    raise NoSuchVersion(f"{url} has no version {version}: it has {_shown(have)}")
 
 
 def _shown(have: list[int]) -> str:

@@ -27,7 +27,7 @@ def open_store(
 
     Raises:
         StoreError: there is no store at ``url``, or it cannot be reached.
-        ConfigError: an option or URL that cannot be meant.
+        ConfigError: an invalid option or URL.
     """
     text = os.fspath(url)
     scheme, separator, _ = text.partition("://")

@@ -1,11 +1,11 @@
-"""What every store of checkpoints promises, whatever it is made of.
+"""The interface and the guarantees of all stores.
 
 A store holds immutable objects under safe names. The order of a save is:
 
 1. ``lock_writer()`` once, for the life of the writer;
 2. ``put()`` for every file of the new version, in any order, from any thread;
 3. ``publish()`` for the object that makes the version exist. It comes last, because
-   whoever sees it may rely on everything that was put before it.
+   a reader that sees it may rely on everything that was put before it.
 
 Deleting is the reverse: first the published object, then, in a second ``delete()``, what it named.
 """
@@ -49,17 +49,17 @@ _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def is_out_of_resources(error: Exception) -> bool:
-    """Say whether an error is of this process or machine, and says nothing of the store."""
+    """Whether an error means that this process or machine is out of resources."""
     return isinstance(error, OSError) and error.errno in _NO_RESOURCES
 
 
 def is_full(error: Exception) -> bool:
-    """Say whether an error is for want of blocks, inodes or quota."""
+    """Whether an error means that there are no free blocks, inodes or quota."""
     return isinstance(error, OSError) and error.errno in _NO_SPACE
 
 
 def is_connection_lost(error: Exception) -> bool:
-    """Say whether an error is of the way to a store, not of anything in it."""
+    """Whether an error means that the connection to a store is lost."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     return isinstance(error, OSError) and error.errno in _CONNECTION_LOST
@@ -75,7 +75,7 @@ class ObjectInfo:
 
 
 def is_name(name: str) -> bool:
-    """Say whether ``name`` can be an object's name."""
+    """Whether ``name`` is a valid object name."""
     return (
         len(name) <= _LONGEST_NAME
         and all(len(piece) <= _LONGEST_PIECE and _PIECE.fullmatch(piece) for piece in name.split("/"))
@@ -84,7 +84,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Return ``name``, or raise `UnsafeName` if it could lead out of a store or clash with its lock."""
+    """Return ``name``, or raise `UnsafeName` if it could point outside the store or clash with its lock."""
     if name in RESERVED_NAMES:
         raise UnsafeName(f"the name {name!r} is the store's own: choose another")
     if not is_name(name):
@@ -96,7 +96,7 @@ def check_name(name: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix``, or raise `UnsafeName` if no object's name could begin with it."""
+    """Return ``prefix``, or raise `UnsafeName` if no object name can begin with it."""
     pieces = prefix.split("/")
     if prefix and not all(_PIECE.fullmatch(piece) for piece in (pieces if pieces[-1] else pieces[:-1])):
         raise UnsafeName(f"{prefix!r} cannot begin an object's name: use what `check_name` allows")
@@ -115,7 +115,7 @@ def byte_views(parts: Iterable[Buffer]) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One stretch of an object and the memory that it goes to."""
+    """A range of an object and the memory to read it into."""
 
     offset: int
     into: memoryview
@@ -196,7 +196,7 @@ class ObjectReader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the object; closing twice is fine."""
+        """Close the object; closing twice is fine."""
 
     def _too_short(self, needed: int, found: int) -> StoreError:
         return StoreError(
@@ -218,9 +218,9 @@ class WriterLock(ABC):
 
     @abstractmethod
     def renew(self) -> None:
-        """Make sure that the lock is not known to be lost.
+        """Check that the lock is not known to be lost.
 
-        Returns at once: a lock that can run out is prolonged in the background.
+        Returns at once: a lock that can expire is renewed in the background.
 
         Raises:
             StoreLocked: another writer has taken the store over.
@@ -228,7 +228,7 @@ class WriterLock(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Let the next writer in; releasing twice is fine."""
+        """Release the lock; releasing twice is fine."""
 
     def __enter__(self) -> Self:
         return self
@@ -269,7 +269,7 @@ class Store(ABC):
 
     @abstractmethod
     def publish(self, name: str, data: bytes) -> None:
-        """Create an object at one instant, after everything that was put before it is durable.
+        """Create an object atomically, after everything that was put before it is durable.
 
         Others see it whole or not at all, and it is durable on return. Of several writers that
         publish the same name exactly one succeeds, as long as it is not deleted: this is what correctness
@@ -311,24 +311,24 @@ class Store(ABC):
         """Delete the objects, in the order given; durable on return. Names that are missing are fine."""
 
     def keep_reserve(self, size: int) -> None:  # noqa: B027 - some stores do not run full
-        """Hold back room for publishing a few objects of that size, as far as there is room.
+        """Reserve space for publishing a few objects of that size, if there is space.
 
         On a full disk, deleting versions begins with publishing a manifest.
         """
 
     def use_reserve(self) -> bool:
-        """Give up a part of the reserve; False if nothing is left of it."""
+        """Release a part of the reserve; False if nothing is left."""
         return False
 
     def clear_unfinished(self) -> None:  # noqa: B027 - some stores have no unfinished files
-        """Delete what writers that died have left half written.
+        """Delete unfinished files of crashed writers.
 
         Where a lock did not hold, another writer's put that is under way fails.
         """
 
     @abstractmethod
     def lock_writer(self, wait_seconds: float | None = 0.0) -> WriterLock:
-        """Become the only writer, until the lock is released.
+        """Lock the store for writing, until the lock is released.
 
         The lock is an early warning that two jobs share a store. It is not what keeps versions
         whole: `publish` is conditional, so two writers without a lock cannot overwrite each other.
@@ -343,7 +343,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store's resources; closing twice is fine."""
+        """Release the store's resources; closing twice is fine."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Who holds a lock: what its note says of a process, and whether that process is still there.
+"""The holder of a lock: which process it is, and whether it is still alive.
 
 A process can be looked for only where its number means the same: on the same machine since the same boot, and
 in the same namespace, as all containers count from 1. A number is reused when its process is gone, so the
@@ -23,7 +23,7 @@ _DEAD_STATES = ("Z", "X")
 
 
 def note() -> dict[str, Any]:
-    """Return what a note says of this process."""
+    """Describe this process for a lock's note."""
     found: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine()}
     with suppress(OSError):
         found["started"] = _started(os.getpid())
@@ -31,7 +31,7 @@ def note() -> dict[str, Any]:
 
 
 def read_holder(content: bytes) -> tuple[str, int]:
-    """Return host and process of a lock's note; ("unknown", 0) if it says nothing that makes sense."""
+    """Return the host and process id of a lock's note; ("unknown", 0) if it is invalid."""
     try:
         found = json.loads(content)
         return str(found["host"]), int(found["pid"])
@@ -40,7 +40,7 @@ def read_holder(content: bytes) -> tuple[str, int]:
 
 
 def is_alive(content: bytes) -> bool | None:
-    """Say whether the process of a note is still there; None if that cannot be told from here."""
+    """Whether the process of a note is alive; None if that cannot be determined from here."""
     with suppress(*NONSENSE, OSError):
         found = json.loads(content)
         pid, started = int(found["pid"]), found["started"]

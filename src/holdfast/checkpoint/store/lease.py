@@ -1,4 +1,4 @@
-"""One writer at a time where nothing frees a lock by itself: a lease that runs out.
+"""A lease that expires: one writer at a time on stores without kernel locks.
 
 The lease is an object that names its holder and the moment when it ends. Its holder renews it; another
 writer may take it over once it has ended, or once its holder is known to be dead. A writer can wait for that:
@@ -32,11 +32,11 @@ _END_OF_CALENDAR = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 
 
 class LeaseChanged(Exception):
-    """The lease is not what it was when it was read: another writer was faster."""
+    """The lease has changed since it was read: another writer was faster."""
 
 
 class LeaseObject(Protocol):
-    """What a store offers for a lease; a tag identifies one state of the object."""
+    """The operations that a lease needs from a store; a tag identifies one state of the object."""
 
     def read(self) -> tuple[bytes, str] | None:
         """Return content and tag, or None if there is no lease."""
@@ -49,7 +49,7 @@ class LeaseObject(Protocol):
 
 
 class Lease(WriterLock):
-    """A held lease, renewed from a thread of its own at a third of its length."""
+    """A held lease, renewed by its own thread after a third of its duration."""
 
     def __init__(
         self, lease: LeaseObject, url: str, seconds: float, wait_seconds: float | None = 0.0
@@ -72,7 +72,7 @@ class Lease(WriterLock):
             raise
 
     def renew(self) -> None:
-        """Raise `StoreLocked` if it is known that another writer took the lease over after it had run out.
+        """Raise `StoreLocked` if another writer is known to have taken over the expired lease.
 
         Its own thread prolongs it: a trainer that calls this must not wait for a store that does not answer.
         So nothing is asked here, and no lock is taken that is held while something is being asked.
@@ -91,7 +91,7 @@ class Lease(WriterLock):
                 self._adopt_or_give_up()
 
     def release(self) -> None:
-        """End the lease now, unless another writer has taken it over."""
+        """End the lease, unless another writer has taken it over."""
         if self._released.is_set():
             return
         self._released.set()
@@ -115,7 +115,7 @@ class Lease(WriterLock):
             raise self._held_by(found[0] if found else b"") from None
 
     def _wait(self, content: bytes, tag: str, most_seconds: float | None) -> tuple[bytes, str] | None:
-        """Return the lease as it is when it has ended; raise `StoreLocked` if its holder lives, or may."""
+        """Wait for the lease to end and return it; raise `StoreLocked` if its holder is, or may be, alive."""
         left = min(_ends(content) - time.time(), _length(content, self._seconds)) + _MARGIN_SECONDS
         seconds = left if most_seconds is None else min(most_seconds, left)
         if seconds <= 0 or is_alive(content):
@@ -189,7 +189,7 @@ def _clock(moment: float) -> str:
 
 
 def _length(content: bytes, default: float) -> float:
-    """Return for how long a lease is taken or renewed, as far as it says so."""
+    """Return the duration of a lease, if it states one."""
     with suppress(*NONSENSE):
         seconds = float(json.loads(content)["seconds"])
         return seconds if 0 < seconds <= _LONGEST_LEASE_SECONDS else default
@@ -197,7 +197,7 @@ def _length(content: bytes, default: float) -> float:
 
 
 def _ends(content: bytes) -> float:
-    """Return when a lease ends; one that cannot be read has ended, or it would lock the store for ever."""
+    """Return when a lease ends; an unreadable one has ended, else it would lock the store forever."""
     try:
         ends = float(json.loads(content)["expires"])
     except NONSENSE:

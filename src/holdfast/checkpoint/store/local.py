@@ -51,7 +51,7 @@ _SMALLEST_RESERVE_BYTES = 1 << 15
 
 
 def explain(error: OSError, doing: str, what: str) -> StoreError:
-    """Turn an `OSError` into a sentence with a cure."""
+    """Turn an `OSError` into a message with a remedy."""
     reason = error.strerror or str(error)
     if is_full(error):
         return StoreFull(f"no space left to {doing} {what}: free some on its disk, or inodes (df -i)")
@@ -77,7 +77,7 @@ def _explained(doing: str, what: str) -> Iterator[None]:
 
 
 class LocalReader(ObjectReader):
-    """An open file; it stays readable when its name is deleted."""
+    """An open file, which stays readable after its name is deleted."""
 
     def __init__(self, files: Files, name: str, url: str, handle: int, size: int) -> None:
         self._files = files
@@ -229,7 +229,7 @@ class LocalStore(Store):
         return False
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder."""
         self._files.close_root()
 
     def _named(self, prefix: str) -> Iterator[tuple[str, Entry]]:
@@ -286,7 +286,7 @@ class LocalStore(Store):
         return size
 
     def _fill(self, name: str, least: int) -> int:
-        """Make a file of that size, larger if there is room; returns its size."""
+        """Create a file of that size, larger if there is space. Returns its size."""
         roomy = max(least, _SMALLEST_RESERVE_BYTES)
         for size in (2 * roomy, roomy):
             with suppress(OSError):
@@ -294,7 +294,7 @@ class LocalStore(Store):
         return self._write_noise(name, least)
 
     def _write_noise(self, name: str, size: int) -> int:
-        """Some file systems store a run of zeros in no space at all."""
+        """Write random bytes, since some file systems store zeros in no space."""
         if self._files.exists(name):
             self._files.unlink(name)
         handle = self._files.create(name)
@@ -341,7 +341,7 @@ class LocalStore(Store):
             self._known_folders.add(folder)
 
     def _make_anew(self, folder: str) -> None:
-        """Replace a folder whose name could not be synced: that a second sync succeeds proves nothing."""
+        """Replace a folder whose name could not be synced: a second sync that succeeds proves nothing."""
         try:
             self._files.rmdir(folder)
         except OSError as error:
@@ -384,7 +384,7 @@ class LocalStore(Store):
             self._new_folders = {f for f in self._new_folders if split(f)[0] != folder}
 
     def _adopt(self) -> None:
-        """Take over what is in the folder from a writer that may have died at any line."""
+        """Take over the folder from a writer that may have crashed at any point."""
         folders = {""}
         for name, entry in self._walk(""):
             if entry.is_folder:

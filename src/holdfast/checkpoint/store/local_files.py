@@ -1,4 +1,4 @@
-"""The few operations on files that a local store is made of.
+"""The file operations of a local store.
 
 All of them go through one object, so that a test can record them, fail the n-th of a kind, or
 work out what a crash between two of them leaves behind (see `holdfast.testing`).
@@ -72,17 +72,17 @@ class Files:
             os.close(root)
 
     def mkdir(self, path: str) -> None:
-        """Make one folder."""
+        """Create a folder."""
         with self._folder_of(path) as (folder, last):
             os.mkdir(last, 0o777, dir_fd=folder)
 
     def rmdir(self, path: str) -> None:
-        """Take away one empty folder."""
+        """Remove an empty folder."""
         with self._folder_of(path) as (folder, last):
             os.rmdir(last, dir_fd=folder)
 
     def create(self, path: str) -> int:
-        """Make a new file and return its handle for writing."""
+        """Create a file and return its descriptor for writing."""
         with self._folder_of(path) as (folder, last):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # which follows no link
             return os.open(last, flags, 0o666, dir_fd=folder)
@@ -105,7 +105,7 @@ class Files:
             os.link(split(source)[1], last, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
 
     def unlink(self, path: str) -> None:
-        """Take away a name."""
+        """Remove a name."""
         with self._folder_of(path) as (folder, last):
             os.unlink(last, dir_fd=folder)
 
@@ -118,7 +118,7 @@ class Files:
             os.close(handle)
 
     def open_read(self, path: str) -> tuple[int, int]:
-        """Open a regular file and return its handle and its size."""
+        """Open a regular file and return its descriptor and its size."""
         with self._folder_of(path) as (folder, last):
             self._refuse_link(folder, last, path)
             # Without O_NONBLOCK a named pipe in a file's place would make us wait for ever.
@@ -138,7 +138,7 @@ class Files:
         return os.preadv(handle, [view], offset)
 
     def exists(self, path: str) -> bool:
-        """Say whether there is a file of that name."""
+        """Whether the file exists."""
         try:
             with self._folder_of(path) as (folder, last):
                 self._refuse_link(folder, last, path)
@@ -148,7 +148,7 @@ class Files:
         return True
 
     def scan(self, path: str) -> list[Entry]:
-        """Return what is in a folder; files that vanish meanwhile are left out."""
+        """Return the entries of a folder; files that disappear meanwhile are skipped."""
         handle = self._open_folder(path)
         try:
             with os.scandir(handle) as found:
@@ -173,7 +173,7 @@ class Files:
             return handle
 
     def is_same_file(self, handle: int, path: str) -> bool:
-        """Say whether ``path`` still names the file behind ``handle``."""
+        """Whether ``path`` still names the open file ``handle``."""
         try:
             with self._folder_of(path) as (folder, last):
                 named = os.stat(last, dir_fd=folder, follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""One writer at a time on a local disk: a lock that the kernel frees when its holder dies."""
+"""The writer's lock on a local disk, which the kernel releases when its holder dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.errors import StoreError, StoreFull, StoreLocked
 
 
 class LocalLock(WriterLock):
-    """An flock on the store's lock file, which holds the host and the process of the writer."""
+    """An flock on the store's lock file, which contains the host and process id of the writer."""
 
     def __init__(self, files: Files, url: str) -> None:
         """Take the lock, or raise `StoreLocked`."""
@@ -63,7 +63,7 @@ class LocalLock(WriterLock):
             except OSError as error:
                 raise StoreError(f"could not lock {self._url} ({error}): check the disk") from error
         if self._handle is None or not self._files.is_same_file(self._handle, LOCK_FILE):
-            raise StoreLocked(f"the lock on {self._url} was taken away: close this writer", "unknown", 0)
+            raise StoreLocked(f"the lock on {self._url} was lost: close this writer", "unknown", 0)
 
     def release(self) -> None:
         """Unlock. The file stays: removing it could let two writers lock two files."""

@@ -70,7 +70,7 @@ def _explained(doing: str, what: str, secrets: Secrets) -> Iterator[None]:
 
 
 def _explain(error: Exception, doing: str, what: str, secrets: Secrets) -> StoreError:
-    """Each file system behind fsspec raises errors of its own, so all of them are taken."""
+    """Translate any error: each file system behind fsspec raises its own."""
     reason = " ".join(secrets.scrub(str(error)).split())
     if isinstance(error, PermissionError):
         return StoreError(f"no permission to {doing} {what} ({reason}): check the credentials")

@@ -51,18 +51,18 @@ _WRITER_MARK = "holdfast-writer"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class S3Options:
-    """How to reach a bucket; what is None comes from the environment, else from obstore's defaults.
+    """Connection options of a bucket. None: from the environment, else obstore's default.
 
     Attributes:
-        endpoint: URL of the server, ``http://`` too, if it is not Amazon's (``AWS_ENDPOINT_URL``).
-        access_key_id: the key's name (``AWS_ACCESS_KEY_ID``).
-        secret_access_key: the key (``AWS_SECRET_ACCESS_KEY``).
+        endpoint: URL of the server if it is not Amazon's; may be ``http://`` (``AWS_ENDPOINT_URL``).
+        access_key_id: the key id (``AWS_ACCESS_KEY_ID``).
+        secret_access_key: the secret key (``AWS_SECRET_ACCESS_KEY``).
         session_token: the token of a temporary key (``AWS_SESSION_TOKEN``).
         region: the bucket's region (``AWS_REGION``).
-        max_retries: how often a request is repeated after a lost connection or a server's error.
-        retry_seconds: how long a request may be repeated, all together.
-        request_seconds: how long one request may take.
-        lease_seconds: how long a dead writer keeps others out.
+        max_retries: retries of a request after a lost connection or a server error.
+        retry_seconds: maximum total time of retries of a request.
+        request_seconds: timeout of one request.
+        lease_seconds: duration of a lease: how long a dead writer locks out others.
     """
 
     endpoint: str | None = None
@@ -77,7 +77,7 @@ class S3Options:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
-        """Make options from names and values; raises `ConfigError` for a name that is none of them."""
+        """Create options from a mapping; raises `ConfigError` for an unknown name."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(options) - known):
             raise ConfigError(f"s3:// has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
@@ -88,7 +88,7 @@ class S3Options:
         return f"S3Options({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def secrets(self) -> dict[str, str]:
-        """What must not be shown, by name, from the environment too."""
+        """The secrets by name, including those from the environment."""
         given = {
             "secret_access_key": self.secret_access_key or os.environ.get("AWS_SECRET_ACCESS_KEY"),
             "session_token": self.session_token or os.environ.get("AWS_SESSION_TOKEN"),

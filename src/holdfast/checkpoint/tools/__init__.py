@@ -1,1 +1,1 @@
-"""What ``holdfast ckpt`` does: look at stores, verify, tidy, export."""
+"""The functions behind ``holdfast ckpt``: inspect, verify, clean up, export."""

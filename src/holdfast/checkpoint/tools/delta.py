@@ -1,4 +1,4 @@
-"""What changed in a model from one version to another, as a file for servers that have the first.
+"""Deltas: the changes of a model between two versions, as a file for servers that have the first.
 
 Within an era the store's own files say which rows were written since; between eras the two versions are
 compared. ``docs/checkpoints-format.md`` says what the file looks like and how it is applied.
@@ -96,11 +96,12 @@ def export_delta(
 
     Args:
         store: where both versions are.
-        since: the version that whoever applies the delta has; newer than the other is fine.
-        version: the version that they want.
+        since: the version that the delta is applied to; it may be newer than the other.
+        version: the version that the delta leads to.
         out: the file.
-        object_name: whose state; by default of the only module. Not of an optimizer that has state of rows.
-        all_fields: the optimizers' state of the listed rows too, not only their weights.
+        object_name: the object to export. Default: the only module. Optimizers with per-row state: not
+            supported.
+        all_fields: include the optimizer state of the listed rows.
         force: overwrite the file.
     """
     check_free(out, force=force)

@@ -37,7 +37,7 @@ FieldKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ExportedFile:
-    """What was written where."""
+    """The result of an export."""
 
     path: str
     version: int
@@ -131,7 +131,7 @@ class RowTensor:
 
     @property
     def spec(self) -> Spec:
-        """How the file describes it."""
+        """The description of the tensor in the file."""
         flat = (self.table.rows, self.field.width)
         if self.shape is not None and math.prod(self.shape) != math.prod(flat):
             raise CorruptCheckpoint(f"{self.name} has shape {self.shape} and {flat[0]} rows of {flat[1]}")
@@ -139,7 +139,7 @@ class RowTensor:
 
 
 def reading(store: Store, version: int | None, work: Callable[[VersionReader], ExportedFile]) -> ExportedFile:
-    """``work`` on an open version; again if a writer took away its files in the meantime."""
+    """Call ``work`` with an open version, and retry if a writer removes its files meanwhile."""
     for _ in range(_TRIES):
         with open_version(store, version) as reader:
             version = reader.version.version  # stay with it, though newer ones may come
@@ -160,7 +160,7 @@ def read_tree(reader: VersionReader) -> dict[str, Any]:
 
 
 def choose_object(tree: Mapping[str, Any], name: str | None) -> str:
-    """The object to export: the one of this name, or the only module."""
+    """Find the object to export: by name, or the only module."""
     objects, modules = list(tree["objects"]), list(tree.get("metadata", {}))
     if name is None:
         if len(modules) != 1:
@@ -172,7 +172,7 @@ def choose_object(tree: Mapping[str, Any], name: str | None) -> str:
     if name not in objects:
         raise ConfigError(f"the version has no object {name!r}: it has {', '.join(objects)}")
     if not isinstance(tree["objects"][name], dict):
-        raise ConfigError(f"the state of {name!r} is no dict: it cannot be exported")
+        raise ConfigError(f"the state of {name!r} is not a dict: it cannot be exported")
     return name
 
 
@@ -228,7 +228,7 @@ class RowSink:
         self._into = into
 
     def __call__(self, group: int, rows: Rows) -> None:
-        """Write rows of a group to where they belong."""
+        """Write rows of a group to their tables."""
         for table, ids, a, b in split_by_table(self._groups[group], rows):
             for field, values in zip(self._groups[group].fields, rows.fields, strict=True):
                 out = self._into.get((table.name, field.name))
@@ -312,7 +312,7 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def scratch(folder: Path, sizes: Mapping[Any, int]) -> Iterator[dict[Any, NDArray[np.uint8]]]:
-    """Memory of these sizes in a nameless file: for what may be larger than memory."""
+    """Arrays of these sizes in an unnamed file, for data larger than memory."""
     aligned = {key: -(-size // 64) * 64 for key, size in sizes.items()}
     try:
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - entered below
@@ -385,4 +385,6 @@ def _check_folder(out: Path, *, force: bool) -> None:
         if not force:
             raise ConfigError(f"{out} is not empty: name another folder, or replace it with --force")
         if not (out / ".metadata").is_file():
-            raise ConfigError(f"{out} is no distributed checkpoint: it is not replaced, name another folder")
+            raise ConfigError(
+                f"{out} is not a distributed checkpoint and is not overwritten: name another folder"
+            )

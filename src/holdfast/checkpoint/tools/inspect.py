@@ -1,4 +1,4 @@
-"""Looking at a store and tidying it from outside of a training run: what ``holdfast ckpt`` shows and frees.
+"""Inspect and clean up a store from outside of a training run, for ``holdfast ckpt``.
 
 All but ``collect_garbage`` only read. A writer may be at work meanwhile: what it replaces between the
 manifest and the files that it names is looked up again in the newer manifest.
@@ -56,7 +56,7 @@ class VersionLine:
     bytes_to_restore: int
     metadata: dict[str, Any]
     unverified: str
-    """Why it may lack changes of rows; empty if nothing speaks against it."""
+    """Why the version may miss changes of rows; normally empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class StateLine:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a version is made of."""
+    """The content of a version."""
 
     url: str
     version: int
@@ -125,7 +125,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class GarbageReport:
-    """What was deleted, or would be.
+    """The result of ``collect_garbage``: what was deleted, or would be.
 
     ``rewritten_files`` were replaced by shorter ones, without what only deleted versions needed.
     ``freed_bytes`` is the difference that the store's listing shows; a dry run leaves out what rewriting
@@ -148,7 +148,7 @@ class GarbageReport:
 
 
 def list_versions(store: Store) -> Listing:
-    """All versions of a store, with what each cost to write and costs to restore."""
+    """List all versions of a store, with their sizes and the bytes to restore."""
     for attempt in range(_TRIES):
         complaints: list[str] = []
         manifest = read_newest(store, complaints)
@@ -165,7 +165,7 @@ def list_versions(store: Store) -> Listing:
 
 
 def describe_version(store: Store, version: int | None = None) -> Description:
-    """What a version, the newest by default, is made of."""
+    """Describe a version, by default the newest."""
     with open_version(store, version) as reader:
         found = reader.version
         where = f"{store.url}: {found.dense.name}"
@@ -206,7 +206,7 @@ def describe_version(store: Store, version: int | None = None) -> Description:
 
 
 def stored_files(store: Store) -> dict[str, int]:
-    """Every file of a store with its bytes; what else lies in the folder is not the store's."""
+    """All files of a store with their sizes; other files in the folder are ignored."""
     folders = (*DATA_FOLDERS, manifests.FOLDER)
     return {info.name: info.size for folder in folders for info in store.list(folder)}
 
@@ -387,7 +387,7 @@ def collect_garbage(store: Store, policy: Policy, *, dry_run: bool = False) -> G
 def _open_catalog(store: Store, policy: Policy) -> Catalog:
     if not manifests.numbers(store):
         # Without a manifest nothing says that these files are Holdfast's to delete.
-        raise NoSuchVersion(f"{store.url} holds no version: there is nothing to tidy")
+        raise NoSuchVersion(f"{store.url} has no versions: there is nothing to clean up")
     catalog = Catalog(store, policy)
     if policy.deletion_delay_seconds is None:
         catalog.deletion_delay_seconds = 0.0

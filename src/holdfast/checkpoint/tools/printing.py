@@ -18,20 +18,20 @@ from holdfast.checkpoint.tools.inspect import Description, GarbageReport, Listin
 from holdfast.checkpoint.tools.verify import VerifyReport
 from holdfast.screen import Columns
 
-_PLAIN_WIDTH = 200  # of what is not a terminal: wide enough to cut nothing off
+_PLAIN_WIDTH = 200  # for files and pipes: wide enough to truncate nothing
 _MOST_LINES = 30
 _LONGEST_METADATA = 40
 _VERSIONS = ("version", "step", "age", "strategy", "kind", "rows", "written", "to restore", "metadata")
 
 
 def make_console() -> Console:
-    """Standard output; lines are as long as they need be where it is a file or a pipe."""
+    """Standard output; without line wrapping if it is a file or a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
 def print_json(value: Any) -> None:
-    """A result as JSON; its names are the attributes'."""
+    """Print a result as JSON; keys are attribute names."""
     print(json.dumps(asdict(value), indent=2))
 
 
@@ -44,14 +44,14 @@ def age(seconds: float) -> str:
 
 
 def plain(value: object) -> Text:
-    """Text that comes from a store: nothing in it is obeyed by a terminal."""
+    """Text from a store, with terminal escapes made harmless."""
     return Text("".join(c if c.isprintable() else "�" for c in str(value)))
 
 
 def show_listing(listing: Listing, console: Console) -> None:
-    """A line for each version, and what all of them take."""
+    """Print one line per version, and the total size."""
     if not listing.versions:
-        console.print(plain(f"{listing.url} holds no version"), soft_wrap=True)
+        console.print(plain(f"{listing.url} has no versions"), soft_wrap=True)
     else:
         look = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
         words = ("strategy", "kind", "metadata")
@@ -89,7 +89,7 @@ def _by_reason(listing: Listing) -> list[tuple[str, list[int]]]:
 
 
 def show_description(found: Description, console: Console) -> None:
-    """A version's facts, tables, files and objects."""
+    """Print a version's facts, tables, files and objects."""
     facts = {
         "version": f"{found.version} ({found.kind}), step {found.step}, {age(time.time() - found.time)} ago",
         "era": f"{found.era}, {found.strategy.lower()}",
@@ -151,7 +151,7 @@ def _show_object(name: str, lines: Sequence[StateLine], console: Console) -> Non
 
 
 def show_verification(report: VerifyReport, console: Console) -> None:
-    """What is whole, what is not, and what is left over."""
+    """Print intact and damaged versions, and leftover files."""
     for file in report.damaged_files:
         needed = "in a part that no checked version needs"
         if file.versions:
@@ -167,7 +167,7 @@ def show_verification(report: VerifyReport, console: Console) -> None:
     _complain(report.complaints, console)
     console.print(f"checked {report.files} files, {size(report.bytes)}")
     if report.whole:
-        console.print(f"whole: {_ranges(report.whole)}", soft_wrap=True)
+        console.print(f"intact: {_ranges(report.whole)}", soft_wrap=True)
     if report.damaged:
         console.print(f"[red]damaged:[/] {_ranges(report.damaged)}", soft_wrap=True)
     if report.gone:
@@ -181,7 +181,7 @@ def show_verification(report: VerifyReport, console: Console) -> None:
 
 
 def show_garbage(report: GarbageReport, console: Console) -> None:
-    """What went, or would go."""
+    """Print what was deleted, or would be."""
     would = "would delete" if report.dry_run else "deleted"
     if report.deleted_versions:
         console.print(f"{would} {_ranges(report.deleted_versions)}", soft_wrap=True)
@@ -204,7 +204,7 @@ def show_garbage(report: GarbageReport, console: Console) -> None:
 
 
 def show_written(written: ExportedFile, console: Console) -> None:
-    """What an export wrote."""
+    """Print the result of an export."""
     rows = "" if written.rows is None else f", {written.rows:,} rows"
     console.print(
         plain(

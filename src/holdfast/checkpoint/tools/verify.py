@@ -1,4 +1,4 @@
-"""Checking a store: every byte that its versions need, each file once, however many versions share it.
+"""Verify a store: every byte that its versions need, each file once.
 
 Records are counted in the same pass, for all versions of an era at once (``coverage.EraCount``). Only if a
 full version lacks rows are row ids read again, version by version, to tell which versions lack which rows.
@@ -34,7 +34,7 @@ _MOST_PLANS = 100  # a writer that replaces files more often than this while one
 
 @dataclass(frozen=True, slots=True)
 class DamagedFile:
-    """A file that is not what was written, and the versions that cannot be restored for it."""
+    """A damaged file, and the versions that cannot be restored because of it."""
 
     name: str
     problem: str
@@ -43,7 +43,7 @@ class DamagedFile:
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """Versions whose files are whole but lack rows, and what is missing from the first of them."""
+    """Versions whose files are intact but lack rows, and what the first of them lacks."""
 
     problem: str
     versions: tuple[int, ...]
@@ -51,7 +51,7 @@ class Incomplete:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check found. ``gone`` are versions that a writer deleted while it went on."""
+    """The result of a verification. ``gone`` are versions that a writer deleted meanwhile."""
 
     url: str
     whole: tuple[int, ...]
@@ -96,7 +96,7 @@ class _Finding:
 
 
 def bytes_to_verify(store: Store, versions: Sequence[int] = ()) -> int:
-    """How many bytes ``verify_versions`` will read, unless a writer adds to them."""
+    """The number of bytes that ``verify_versions`` will read, unless a writer adds more."""
     manifest = read_newest(store)
     wanted = versions or [v.version for v in manifest.versions]
     return sum(job.entry.bytes for job in _plan(manifest, wanted, {}, 0))
@@ -105,7 +105,7 @@ def bytes_to_verify(store: Store, versions: Sequence[int] = ()) -> int:
 def verify_versions(
     store: Store, versions: Sequence[int] = (), on_progress: Callable[[int], None] = lambda done: None
 ) -> VerifyReport:
-    """Check every byte that these versions need, by default all, and that they lack no row.
+    """Verify the checksums and the completeness of these versions, by default of all.
 
     Damage is reported, not raised; NoSuchVersion is raised for a version that is not there. ``on_progress``
     gets the bytes done.
@@ -119,7 +119,7 @@ def verify_versions(
     wanted = [find_version(manifest, v, store.url).version for v in versions]
     wanted = wanted or [v.version for v in manifest.versions]
     if not wanted:
-        raise NoSuchVersion(f"{store.url} holds no version")
+        raise NoSuchVersion(f"{store.url} has no versions")
     complaints += _older_manifests(store, manifest.number)
     stored_bytes = sum(info.size for info in store.list("chunks/"))
     findings: dict[str, list[_Finding]] = {}
@@ -245,8 +245,7 @@ def _check_dense(store: Store, entry: DenseEntry, groups: Sequence[Group]) -> No
         if reader.size != entry.bytes:
             raise CorruptCheckpoint(f"{where} has {reader.size} bytes, expected {entry.bytes}")
         data = reader.read()
-    if chunk.checksum(data) != entry.checksum:
-        raise CorruptCheckpoint(f"{where} does not have its checksum")
+    chunk.check_checksum(data, entry.checksum, where)
     check_places(decode_tree(data, where), groups, where)
 
 
@@ -342,7 +341,7 @@ def _wrong_count(groups: Sequence[Group], found: Sequence[int], expected: Sequen
 
 
 def _missing_rows(store: Store, version: int) -> str:
-    """What a version lacks, exactly."""
+    """Describe exactly which rows a version lacks."""
     try:
         with open_version(store, version) as reader:
             reader.count_rows()

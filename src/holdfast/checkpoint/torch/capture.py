@@ -1,4 +1,4 @@
-"""Copying the dense state of modules and optimizers between two steps, in as little time as that takes.
+"""Copy the dense state of modules and optimizers between two steps, as fast as possible.
 
 ``state_dict()`` walks through every module and every parameter, and what it gives has to be walked through
 again to copy it: for a small model that takes as long as copying tens of thousands of rows, and training
@@ -29,16 +29,16 @@ from holdfast.checkpoint.torch.values import DTYPE_NAMES, is_plain_memory, memor
 from holdfast.kernels.rows import copy_ranges
 
 State = Callable[[], Any]
-"""A captured state: a tree of plain values, made when it is asked for."""
+"""A captured state; calling it returns a tree of plain values."""
 _ATOMS = {int, float, bool, str, bytes, type(None), complex}
 _MOST_FAILURES = 3
-_MOST_COPIES = 2  # one may still be on its way to the store when the next is made
-_REFERENCES_OF_NOBODY = 2  # the list's, and that of whoever counts
+_MOST_COPIES = 2  # one may still be being written when the next is made
+_REFERENCES_OF_NOBODY = 2  # the list's reference, and that of the caller
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What to write in the place of a rows' tensor: found by the tensor, or else by its memory."""
+    """Finds the placeholder of a tensor that is stored as rows, by the tensor or by its memory."""
 
     by_id: dict[int, TablePlace]
     by_memory: dict[int, tuple[Any, TablePlace]]
@@ -58,7 +58,7 @@ class Places:
 
 
 class Capturer:
-    """Copies the state of one object, again and again."""
+    """Copies the state of one object at each save."""
 
     def __init__(self, name: str, thing: Any) -> None:
         self._name = name
@@ -67,7 +67,7 @@ class Capturer:
         self._failures = 0
 
     def capture(self, places: Places) -> tuple[State, Mapping[str, Any]]:
-        """Copy the state, now; and what PyTorch calls a module's metadata."""
+        """Copy the state and a module's metadata, now."""
         plan = self._plan
         if plan is not None:
             if plan.holds(places):
@@ -78,7 +78,7 @@ class Capturer:
         with torch.no_grad():
             copied = copied_state(state, places)
         metadata = dict(getattr(state, "_metadata", {}))
-        if self._failures < _MOST_FAILURES:  # what changes every time is not worth a plan
+        if self._failures < _MOST_FAILURES:  # a state that changes every time is not worth a plan
             self._failures += 1
             self._plan = _make_plan(self._name, self._thing, state, metadata, places)
 
@@ -98,7 +98,7 @@ def state_of(thing: Any) -> Any:
 
 
 def copied_state(value: Any, places: Places) -> Any:
-    """A copy of a state that training cannot change any more; rows' tensors are only named.
+    """A copy of a state that is independent of training; tensors that are stored as rows are only named.
 
     What is not plain data is passed on as it is, for whoever turns the copy into a tree to refuse.
     """
@@ -123,13 +123,13 @@ def copied_state(value: Any, places: Places) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The place of a tensor in a template."""
+    """A tensor's placeholder in a template."""
 
     number: int
 
 
 class StatePlan:
-    """How to copy a state that is made of the same objects as the last time.
+    """How to copy a state that consists of the same objects as the last time.
 
     Args:
         name: of the object, for messages.

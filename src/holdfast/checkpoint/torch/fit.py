@@ -33,7 +33,7 @@ def check_objects(objects: Mapping[str, Any]) -> None:
 def check_module(name: str, module: nn.Module, saved: Any) -> None:
     """Compare keys, shapes and types before PyTorch does, which loads half and casts what does not fit."""
     if not isinstance(saved, dict):
-        raise ModelMismatch(f"{name} is no module in the checkpoint, and a {type(module).__name__} here")
+        raise ModelMismatch(f"{name} is not a module in the checkpoint, but a {type(module).__name__} here")
     if any(m._load_state_dict_pre_hooks for m in module.modules()):
         return  # these may translate an older state: its load_state_dict must judge
     live = module.state_dict()

@@ -153,7 +153,7 @@ class TrainingObjects:
         return self._look_at(self.tables[table]).views
 
     def dense_tree(self) -> dict[str, Any]:
-        """Everything but the rows, copied: nothing in it changes when training goes on.
+        """A copy of everything but the rows, independent of further training.
 
         Raises UnsupportedState, with the path to it, for a value that is not plain data.
         """
@@ -161,7 +161,7 @@ class TrainingObjects:
         return self.capture()()
 
     def capture(self, tracking: Mapping[str, str] | None = None) -> Callable[[], dict[str, Any]]:
-        """Copy everything but the rows, now, and give a function that makes a ``dense_tree`` of it.
+        """Copy everything but the rows, now, and return a function that makes a ``dense_tree`` of the copy.
 
         ``tracking`` says of each table how its changed rows are found, for people who look at the version.
 
@@ -207,9 +207,7 @@ class TrainingObjects:
             )
         for name, thing in self.objects.items():
             if _is_iterating(thing):
-                raise CheckpointError(
-                    f"{name} is being iterated over: restore() must come before iter(loader)"
-                )
+                raise CheckpointError(f"{name} is being iterated over: call restore() before iter(loader)")
         for name, module in self._modules.items():
             check_module(name, module, saved[name])
         for name, optimizer in self.optimizers.items():
@@ -250,14 +248,14 @@ class TrainingObjects:
         self.cancel_restore()
 
     def cancel_restore(self) -> None:
-        """Forget ``prepare``: ``fields`` is again what the objects have."""
+        """Undo ``prepare``: ``fields`` returns the objects' own tensors again."""
         self._incoming = {}
         self._seen_versions = self._versions()
 
     # Tracking
 
     def tables_without_optimizer(self) -> list[str]:
-        """The tables that gradients reach and that no optimizer among the objects owns.
+        """The trainable tables that no optimizer among the objects owns.
 
         Averages of a model (``AveragedModel``) have no optimizer, and none is missed.
         """
@@ -285,7 +283,7 @@ class TrainingObjects:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     owners.setdefault(id(parameter), []).append((optimizer, group))
-        answers: dict[tuple[Any, ...], str | None] = {}  # tables of one parameter group are alike, as a rule
+        answers: dict[tuple[Any, ...], str | None] = {}  # tables of one parameter group are usually alike
         replaced, self._replaced = self._replaced, set()
         found: dict[str, Unseen] = {}
         for name, table in self.tables.items():
@@ -297,7 +295,7 @@ class TrainingObjects:
         return found
 
     def forget_replaced(self) -> None:
-        """What has taken the place of tensors so far is known."""
+        """Accept the replacements of tensors so far."""
         self._replaced.clear()
 
     def _unseen(
@@ -335,11 +333,11 @@ class TrainingObjects:
         return {name: table.weight._version for name, table in self.tables.items()}
 
     def _row_tensors(self, table: LiveTable) -> dict[str, Tensor]:
-        """The live tensors of a table, by field: the weights, then the others by name."""
+        """The live tensors of a table by field: the weights, then optimizer states by name."""
         return self._look_at(table).tensors
 
     def _look_at(self, table: LiveTable) -> RowTensors:
-        """A table's tensors as they are now. They seldom change, and looking at them closely costs time."""
+        """A table's current tensors. They seldom change, and a full look is slow, so it is cached."""
         known = self._known.get(table.name)
         if known is None or not known.valid():
             self._places = None
@@ -347,11 +345,11 @@ class TrainingObjects:
             before, known = known, RowTensors.of(table, self.optimizers)
             self._known[table.name] = known
             if before is not None and known.has_replaced(before):
-                self._replaced.add(table.name)  # nobody knows what is in the new ones
+                self._replaced.add(table.name)  # the content of the new tensors is unknown
         return known
 
     def _find_places(self) -> Places:
-        """Where the rows' tensors are, as the last ``layout`` found them."""
+        """The tensors that are stored as rows, as the last ``layout`` found them."""
         if self._places is None:
             self._places = Places({}, {})
             for name, rows in self._known.items():
@@ -360,7 +358,7 @@ class TrainingObjects:
         return self._places
 
     def _room(self, table: LiveTable, rows: int, fields: Sequence[Field]) -> dict[str, Tensor]:
-        """For each field of the checkpoint the tensor that takes it."""
+        """The tensor to restore each field of the checkpoint into."""
         live = self._row_tensors(table)
         if all(field.name != WEIGHT for field in fields):
             raise ModelMismatch(f"the checkpoint has no weights of table {table.name}")
@@ -463,15 +461,15 @@ def _holds(group: Mapping[str, Any], weight: Tensor) -> bool:
 
 
 def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
-    """The numbers that a state gives to the parameters of an optimizer, with the parameters."""
+    """The parameters of an optimizer with their indices in its state."""
     for here, there in zip(optimizer.param_groups, state["param_groups"], strict=True):
         yield from zip(there["params"], here["params"], strict=True)
 
 
 def _undo_casts(optimizer: Optimizer, state: Any) -> None:
-    """Give back their type to states that PyTorch has cast to their parameter's, which loses bits."""
+    """Restore the dtype of states that PyTorch has cast to their parameter's, which loses bits."""
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return  # it knows what it does
+        return  # its own load_state_dict is responsible
     for index, parameter in _numbered(optimizer, state):
         loaded = optimizer.state.get(parameter, {})
         for key, value in state["state"].get(index, {}).items():

@@ -23,7 +23,7 @@ class LiveTable:
 
     Attributes:
         name: "<object's name>.<key in its state_dict>", the first if it has several.
-        modules: all that look up rows of it.
+        modules: all modules that look up its rows.
         only_looked_up: whether no module of another kind has the same weight, such as an output layer
             tied to an embedding.
     """
@@ -34,7 +34,7 @@ class LiveTable:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The parameter that its modules share, as it is now."""
+        """The parameter that its modules currently share."""
         weight = self.modules[0].weight
         reason = why_no_rows(weight)
         if reason:
@@ -44,7 +44,7 @@ class LiveTable:
 
 @dataclass(frozen=True, slots=True)
 class RowTensors:
-    """A table's tensors and what follows from them, valid until one is replaced.
+    """A table's tensors and derived data, valid until a tensor is replaced.
 
     Attributes:
         tensors: by field: the weights, then the optimizer states that have an entry a row, by name.
@@ -62,7 +62,7 @@ class RowTensors:
 
     @classmethod
     def of(cls, table: LiveTable, optimizers: Mapping[str, Optimizer]) -> RowTensors:
-        """The table's tensors as they are now."""
+        """The table's current tensors."""
         weight = table.weight
         tensors: dict[str, Tensor] = {WEIGHT: weight}
         states: list[tuple[Optimizer, int, list[tuple[str, _Place]]]] = []
@@ -83,7 +83,7 @@ class RowTensors:
         )
 
     def has_replaced(self, before: RowTensors) -> bool:
-        """Whether a field of the last ones has other memory now."""
+        """Whether the memory of a field has been replaced since."""
         old = dict(zip(before.tensors, before.views, strict=True))
         now = zip(self.tensors, self.views, strict=True)
         return any(name in old and view.ctypes.data != old[name].ctypes.data for name, view in now)
@@ -121,7 +121,7 @@ def _is_at(tensor: Any, place: _Place) -> bool:
 
 
 def find_tables(modules: Mapping[str, nn.Module]) -> dict[str, LiveTable]:
-    """Every weight that is looked up, with all modules that look it up."""
+    """Find every weight that is looked up, with all modules that look it up."""
     names: dict[int, str] = {}
     users: dict[int, dict[int, Any]] = {}
     others: set[int] = set()
@@ -143,7 +143,7 @@ def find_tables(modules: Mapping[str, nn.Module]) -> dict[str, LiveTable]:
 
 
 def _check_overlaps(tables: Mapping[str, LiveTable]) -> None:
-    """Two tables in the same memory would undo each other's rows in a restore."""
+    """Refuse two tables in the same memory: in a restore they would overwrite each other's rows."""
     ranges = sorted((t.weight.data_ptr(), t.weight.nbytes, t.name) for t in tables.values())
     for (begin, length, first), (after, _, second) in pairwise(ranges):
         if begin + length > after:

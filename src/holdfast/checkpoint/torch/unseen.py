@@ -1,4 +1,4 @@
-"""Which optimizers change rows that no lookup named.
+"""Which optimizers change rows without a lookup.
 
 Changed rows are found by watching lookups. That is enough if a row without a gradient keeps its bits, in
 its weights and in its optimizer state:

@@ -23,7 +23,7 @@ TORCH_DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 WIDEST_ROW = 1 << 20
-"""Elements that a row of a field may have."""
+"""Maximum number of elements in a row of a field."""
 
 
 def why_no_rows(tensor: Tensor) -> str | None:
@@ -42,24 +42,24 @@ def why_no_rows(tensor: Tensor) -> str | None:
 
 
 def row_field(name: str, tensor: Tensor) -> Field:
-    """How a record's field for this tensor looks. Only for tensors that can be seen as rows."""
+    """The record field of this tensor, which must be viewable as rows."""
     return Field(name, DTYPE_NAMES[tensor.dtype], tensor.numel() // len(tensor))
 
 
 def row_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """A tensor's memory as [rows, bytes]. What is written into it is in the tensor."""
+    """A tensor's memory as [rows, bytes], a view: writes to it change the tensor."""
     rows = len(tensor)
     view: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy().reshape(rows, -1)
     return view
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
-    """Whether its memory, from its address on, is its elements one after the other."""
+    """Whether its elements are contiguous in memory, starting at its address."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def memory_key(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Equal for tensors that show the same memory in the same way; None for those that have none."""
+    """A key that is equal for tensors that view the same memory in the same way; None without memory."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
         return None
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
@@ -93,7 +93,7 @@ def _array_of(tensor: Tensor, path: str) -> Array:
 
 
 def live_leaf(value: Any) -> Any:
-    """The tensor, array or NumPy scalar that an ``Array`` is of, in memory of its own."""
+    """The tensor, array or NumPy scalar of an ``Array``, with its own memory."""
     if not isinstance(value, Array):
         raise CorruptCheckpoint(f"a checkpoint's state holds a {type(value).__name__}")
     if value.kind != "tensor":
@@ -105,12 +105,12 @@ def live_leaf(value: Any) -> Any:
 
 
 def copy_random_states() -> tuple[Any, Any, Any]:
-    """The states of the random generators that every program has: PyTorch's, NumPy's and Python's."""
+    """Copy the states of the global random generators of PyTorch, NumPy and Python."""
     return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
 
 
 def random_states(copied: tuple[Any, Any, Any]) -> dict[str, Any]:
-    """What ``copy_random_states`` gave, as a tree."""
+    """Convert the result of ``copy_random_states`` to a tree."""
     torch_state, numpy_state, (version, words, gauss) = copied
     return {
         "torch": _array_of(torch_state, "rng.torch"),
@@ -120,7 +120,7 @@ def random_states(copied: tuple[Any, Any, Any]) -> dict[str, Any]:
 
 
 def set_random_states(states: Any) -> None:
-    """Go back to what ``random_states`` gave."""
+    """Restore the states from the result of ``random_states``."""
     try:
         python = states["python"]
         words = tuple(live_leaf(python["words"]).tolist())

@@ -1,4 +1,4 @@
-"""Which rows of tables training changes: seen where they are looked up, and made sure of where they change.
+"""Find the rows of tables that training changes, by lookups, and verify them at the optimizer's step.
 
 Rows are marked by hooks on the tables' modules as they are looked up: that costs little, and is all there is
 to do in most training loops. Rows change later, though, in the step of an optimizer, and nothing says that it
@@ -50,7 +50,7 @@ _STRIDE = 40503  # in which rows are looked at; prime
 
 @dataclass
 class _Watched:
-    """What is known of one table."""
+    """The tracking state of one table."""
 
     table: LiveTable
     sparse: bool
@@ -82,7 +82,7 @@ class _Watched:
 
 @dataclass
 class _Hooked:
-    """The hooks of one optimizer."""
+    """The step hooks of one optimizer."""
 
     before: RemovableHandle
     after: RemovableHandle
@@ -91,7 +91,7 @@ class _Hooked:
 
 
 class Watch:
-    """Watches the tables of a training run.
+    """Tracks which rows of a training run's tables change.
 
     Args:
         tables: by name.
@@ -121,7 +121,7 @@ class Watch:
         self.follow(tables)
 
     def follow(self, tables: Mapping[str, LiveTable]) -> None:
-        """Watch these tables from now on, and no others. What is known of those that stay is kept."""
+        """Watch exactly these tables from now on. The state of tables that were watched before is kept."""
         self._hooks.close()
         before, self._tables = self._tables, {}
         for name, table in tables.items():
@@ -150,11 +150,11 @@ class Watch:
             self._hooks.callback(hooked.after.remove)
 
     def close(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self._hooks.close()
 
     def search_last(self) -> None:
-        """Look through the gradients of the last step, if there are any yet; right before rows are taken."""
+        """Search the gradients of the last step, if they still exist, right before rows are taken."""
         tracker = self.tracker()
         for watched in self._tables.values():
             gradient = watched.table.modules[0].weight.grad
@@ -190,22 +190,22 @@ class Watch:
         return found
 
     def is_known(self, table: str) -> bool:
-        """Whether nothing but steps and lookups has written to a table, as far as PyTorch counts it."""
+        """Whether only steps and lookups have written to a table, by PyTorch's version counters."""
         watched = self._tables[table]
         return not watched.by_digest and self.version_of(watched.table) == watched.version
 
     def accept(self, table: str | None = None) -> None:
-        """What has been written to the table, or to all, is known."""
+        """Accept the writes to the table, or to all tables, so far."""
         for name, watched in self._tables.items():
             if table in (None, name):
                 watched.version = self.version_of(watched.table)
 
     def distrust(self, table: str) -> None:
-        """Rows of a table have changed unseen: any may have, from now on."""
+        """Stop relying on lookups for a table: its rows have changed unreported."""
         self._tables[table].by_digest = True
 
     def how(self, table: str) -> tuple[str, str]:
-        """How changed rows of a table are found, as far as it is for the watch to say, and why."""
+        """How the watch finds changed rows of a table, and why."""
         watched = self._tables[table]
         if watched.by_digest:
             return "digests", "rows have changed unseen before"
@@ -227,7 +227,7 @@ class Watch:
     def _mark_changes(self, optimizer: Optimizer, *, written: bool) -> None:
         """Mark what a step changes by its gradients; and tables that something was ``written`` to before."""
         tracker = self.tracker()
-        answers: dict[tuple[Any, ...], str | None] = {}  # tables of one parameter group are alike, as a rule
+        answers: dict[tuple[Any, ...], str | None] = {}  # tables of one parameter group are usually alike
         dense: list[tuple[_Watched, Tensor]] = []
         for group, watched, weight, gradient in self._with_gradients(optimizer):
             name, sparse = watched.table.name, watched.sparse
@@ -309,7 +309,7 @@ class Watch:
                 yield group, watched, weight, gradient
 
     def version_of(self, table: LiveTable) -> int:
-        """How often PyTorch has counted a write to the weights or to a state of theirs."""
+        """PyTorch's version counters of the weights and their optimizer states, added up."""
         weight = table.modules[0].weight
         total = int(weight._version)
         for optimizer in self._optimizers.values():
@@ -358,7 +358,7 @@ def _move(hooks: Any, mine: int, *, last: bool) -> None:
 
 
 def _rows_of(gradient: Tensor) -> NDArray[np.int64]:
-    """The rows of a dense gradient that are not 0.
+    """The nonzero rows of a dense gradient.
 
     By their bits: what is subtracted from a weight of -0 is not the same for both kinds of 0.
     """
@@ -424,7 +424,7 @@ class _Before(_Hook):
 
 
 class _Marker(_Hook):
-    """Marks the rows that a module has looked up."""
+    """A forward hook that marks the rows that a module looked up."""
 
     def __call__(self, module: Any, inputs: tuple[Any, ...], named: dict[str, Any], found: Any) -> None:
         # Compiled code does without: what it looks up shows in the gradients.
@@ -468,4 +468,4 @@ class _Again:
 
 class _NoMarker:
     def __call__(self, *arguments: Any) -> None:
-        """Mark nothing."""
+        """Do nothing."""
