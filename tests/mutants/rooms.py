@@ -111,6 +111,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _TORCH + "test_foreign_writes.py",
     ),
     "checkpoint/saving/": (
+        _SAVING + "test_writer_alone.py",
         _SAVING + "test_writer.py",
         _SAVING + "test_last_save.py",
         _SAVING + "test_prioritized.py",
