@@ -107,14 +107,12 @@ def test_subclasses_are_described_unless_they_are_made_otherwise() -> None:
     recipe = recipe_of(Wider(3, 2, 4, (5,)))
     assert recipe.path == "tests.test_recipe:Wider"
     assert isinstance(make(recipe), Wider)
-    with pytest.raises(ConfigError, match=r"test_recipe:Other cannot be constructed.*give its import path"):
+    with pytest.raises(ConfigError, match=r"test_recipe:Other cannot be made.*give its import path"):
         recipe_of(Other())
 
 
 def test_what_cannot_be_described_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"torch.*Linear cannot be constructed.*\"package\.module:function\""
-    ):
+    with pytest.raises(ConfigError, match=r"torch.*Linear cannot be made.*\"package\.module:function\""):
         recipe_of(torch.nn.Linear(2, 2))
 
     @described
@@ -126,7 +124,7 @@ def test_what_cannot_be_described_is_named() -> None:
         recipe_of(Local(3))
     Local.__qualname__ = "Local"
     assert recipe_of(Local(3)).arguments == {"value": 3}
-    with pytest.raises(ConfigError, match=r"Local cannot be constructed.*value\[1\] is object: expected"):
+    with pytest.raises(ConfigError, match=r"Local cannot be made.*value\[1\] is object: expected"):
         recipe_of(Local([1, object()]))
 
 

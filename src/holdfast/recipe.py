@@ -64,14 +64,14 @@ def recipe_of(thing: object) -> Recipe:
     # A subclass with an __init__ of its own was called with other arguments than were remembered.
     if made_with is None or not getattr(kind.__init__, "describes", False):
         raise ConfigError(
-            f"{path} cannot be constructed in another process, because its arguments are not known: {cure}"
+            f"{path} cannot be made in another process, because its arguments are not known: {cure}"
         )
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ConfigError(f"{path} cannot be imported in another process: move it to a module, or {cure}")
     try:
         return Recipe(path, {name: plain(value, name) for name, value in made_with[1].items()})
     except ConfigError as error:
-        raise ConfigError(f"{path} cannot be constructed in another process: {error}; {cure}") from None
+        raise ConfigError(f"{path} cannot be made in another process: {error}; {cure}") from None
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:

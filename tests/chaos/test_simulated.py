@@ -69,4 +69,4 @@ def test_what_cannot_be_meant_is_refused(first: int, count: int) -> None:
 def test_a_shape_is_refused() -> None:
     shown = CliRunner().invoke(app, ["chaos", "--simulated", "2", "--servers", "5"])
     assert isinstance(shown.exception, ConfigError)
-    assert "leave out" in str(shown.exception)
+    assert "takes only --seed and --json" in str(shown.exception)

@@ -81,5 +81,5 @@ def test_times_and_servers_that_do_not_exist_are_refused(tmp_path: Path) -> None
     jobs.write_text("hours,failed\n3,1\n")
     with pytest.raises(ConfigError, match="is one of jobs"):
         parse_failures(CLUSTER, "uniform", log=jobs)
-    with pytest.raises(ConfigError, match="give one of the two"):
+    with pytest.raises(ConfigError, match="use one of the two"):
         parse_failures(CLUSTER, "uniform", ["3h"], jobs)

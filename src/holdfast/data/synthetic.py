@@ -143,7 +143,7 @@ class Synthetic:
     def skip_to(self, index: int) -> None:
         """Skip the batches before ``index``, at no cost."""
         if self._iterating:
-            raise WrongReaderState("skip_to was called after iter(): skip before you iterate")
+            raise WrongReaderState("skip_to was called too late: skip before iter()")
         self._next_index = max(self._next_index, index + (self._worker - index) % self._workers)
 
     def progress(self) -> float:

@@ -121,7 +121,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         Policy(prioritize="lru")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="fraction is 0: expected above 0"):
         Policy(prioritize="mfu", fraction=0)
-    with pytest.raises(ConfigError, match="strategy 'full' all"):
+    with pytest.raises(ConfigError, match="cannot be combined with strategy 'full'"):
         Policy(prioritize="mfu", strategy="full")
 
 
