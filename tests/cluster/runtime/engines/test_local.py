@@ -189,7 +189,7 @@ def test_the_end_of_input_ends_a_process(launcher: LocalLauncher, tmp_path: Path
     ("line", "says"),
     [
         (b"nonsense\n", "msgspec.DecodeError"),
-        (msgspec.json.encode(assignment(Peer("worker"))) + b"\n", "a server process was told to be worker 0"),
+        (msgspec.json.encode(assignment(Peer("worker"))) + b"\n", "a server process was assigned worker 0"),
     ],
 )
 def test_what_is_no_assignment(launcher: LocalLauncher, tmp_path: Path, line: bytes, says: str) -> None:
