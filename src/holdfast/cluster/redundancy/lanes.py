@@ -111,7 +111,7 @@ class InLane:
     _early_bytes: int = 0
 
     def lay_aside(self, number: int, envelope: Envelope, most_bytes: int) -> None:
-        """Buffer an early message, unless the buffer is full."""
+        """Keep a message until those before it have come, unless there are too many already."""
         if number not in self._early and self._early_bytes + envelope.nbytes() <= most_bytes:
             self._early[number] = envelope
             self._early_bytes += envelope.nbytes()

@@ -582,7 +582,7 @@ class Server:
 
     def _pull(self, envelope: Envelope, message: Pull) -> tuple[PulledRows | None, Sequence[Frame]]:
         if len(envelope.frames) != len(message.parts):
-            raise ValueError("the frames of a pull do not match its parts")
+            raise ValueError("a pull whose frames do not fit its parts")
         if self._is_ahead(envelope, message):
             return None, ()
         missing = tuple(p.group for p in message.parts if not shard_of(self.shards, p).installed)
