@@ -153,9 +153,12 @@ def test_what_a_model_by_import_path_lacks_is_said_at_once(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bind": "192.168.0.1"}, r'is no address: expected "ipc", or an address like tcp://127\.0\.0\.1$'),
-        ({"bind": "tcp://0.0.0.0"}, "is no address that others can connect to"),
-        ({"bind": "tcp://127.0.0.1:4000"}, r"all of a job's listen on it: expected one without a port"),
+        (
+            {"bind": "192.168.0.1"},
+            r'is not a valid address: expected "ipc", or an address like tcp://127\.0\.0\.1$',
+        ),
+        ({"bind": "tcp://0.0.0.0"}, "is not an address that others can connect to"),
+        ({"bind": "tcp://127.0.0.1:4000"}, r"all processes of a job use it: expected one without a port"),
         ({"bind": "ipc:///dev/null/job"}, "/dev/null"),
     ],
 )

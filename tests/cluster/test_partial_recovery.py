@@ -106,7 +106,10 @@ def test_the_target_says_how_often_to_save(tmp_path: Path) -> None:
     ("values", "says"),
     [
         (["job.servers=2", "job.protection=partial"], "no checkpoint"),
-        (["job.servers=2", "job.protection=partial", "checkpoint.path=x"], "how often to save"),
+        (
+            ["job.servers=2", "job.protection=partial", "checkpoint.path=x"],
+            "the checkpoint interval is unknown",
+        ),
         (["job.servers=1", "job.protection=partial"], "2 or more"),
         (["job.protection=partial"], "job.servers is 0"),
         (["job.servers=2", "job.protection={kind: partial, target_pls: 0}"], "target_pls is 0"),

@@ -62,7 +62,7 @@ def test_it_ends_with_a_code_of_its_own_and_says_why_once(
     assert (failure["kind"], failure["count"]) == (kind, failed)
     said = [line for line in done.stdout.splitlines() if short in line]
     assert len(said) == 1, said
-    assert said[0].startswith("version 1 was not saved, training goes on: ")
+    assert said[0].startswith("version 1 was not saved, training continues: ")
     assert cure in said[0]
     assert "fewer versions" not in said[0], "there are none"
     assert " ".join(done.stderr.split()) == (

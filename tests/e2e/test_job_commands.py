@@ -44,7 +44,7 @@ def test_a_job_learns_what_one_process_learns_though_a_worker_dies(tmp_path: Pat
         "2 servers and 2 workers are running",
         "killing worker 1 at step",
         "worker 1 was killed by signal 9",
-        "worker 1 was replaced: process 2 in its place goes on behind its batch",
+        "worker 1 restarted (incarnation 2), resuming after batch",
         "finished after 313 steps, 40,000 samples",
         "1 worker was replaced; every batch counted once",
         "kill server:0@step:99999 did not happen",
@@ -86,13 +86,13 @@ def test_a_protected_server_that_dies_is_replaced_while_training_goes_on(tmp_pat
     for part in (
         "3 servers and 2 workers are running",
         "killing server 1 at step",
-        "server 1 was killed by signal 9: its rows are recovered while training goes on",
-        "training goes on after",
-        "all rows and parities are there again after",
+        "server 1 was killed by signal 9: recovering its rows while training continues",
+        "training resumed after",
+        "redundancy restored after",
         "finished after 782 steps, 100,000 samples",
         "bit-exact (",
         "compared with the memory of the process that died",
-        "while redundancy was lacking",
+        "while redundancy was degraded",
         "throughput over time: r/throughput.png",
     ):
         assert part in done.stdout, part
@@ -117,7 +117,7 @@ def test_the_live_view_on_a_terminal_and_a_clean_stop(tmp_path: Path) -> None:
     kill = ["--kill", "worker:1@step:40"]
     with Terminal("train", *JOB, ENDLESS, *kill, cwd=tmp_path, columns=100) as terminal:
         terminal.until("worker 1 #2")
-        terminal.until("goes on behind its batch")
+        terminal.until("resuming after batch")
         terminal.stop()
         terminal.until("stopping…")
         assert terminal.end() == 130

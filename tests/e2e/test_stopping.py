@@ -131,7 +131,7 @@ def test_a_job_ends_with_the_command_that_resumes_it(tmp_path: Path) -> None:
     assert program == HOLDFAST
 
     with Pipe(*resumed, cwd=tmp_path) as again:
-        again.until(f"the job goes on from version 1, step {last['steps']:,}")
+        again.until(f"resuming from version 1, step {last['steps']:,}")
         wait_for_step(tmp_path / "r-2", last["steps"] + 1)
         again.stop_reading()
         again.stop()

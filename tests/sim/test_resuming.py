@@ -56,7 +56,7 @@ def test_a_version_without_a_servers_rows_is_not_taken_for_whole(tmp_path: Path)
     shards = shards_of(replace(plan, servers=2), 1)
     with (
         LocalStore(str(tmp_path), create=False) as store,
-        pytest.raises(CorruptCheckpoint, match=r"lacks .* of the 30 rows that server 1 has of group"),
+        pytest.raises(CorruptCheckpoint, match=r"lacks .* of the 30 rows that server 1 needs of group"),
     ):
         restore_rows(plan, shards, store, 1)
 

@@ -1,1 +1,1 @@
-"""Parameter-server training: servers that hold the tables, workers that train, a supervisor that watches."""
+"""Parameter-server training: servers hold the tables, workers train, a supervisor detects failures."""

@@ -1,7 +1,7 @@
-"""``Job``: training in many processes, from a few lines of Python or a configuration. Read this first.
+"""``Job``: train in many processes, from Python or from a configuration. Start reading here.
 
-The way down from here: ``make_plan`` makes the plan that all processes share, ``runner`` starts and watches
-them, and ``process`` in ``supervisor``, ``server`` and ``worker`` is what they run, round a ``machine``.
+``make_plan`` makes the plan that all processes share, ``runner`` starts and watches them, and
+``supervisor``, ``server`` and ``worker`` each have a ``process`` that runs a ``machine``.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from holdfast.training.config import Config, load
 from holdfast.training.session import open_run
 
 TEST_SAMPLES = 100_000
-"""Of a ``Synthetic`` reader's test part, if none is given."""
+"""Size of a ``Synthetic`` reader's default test part."""
 
-_MOST_RESTARTS = 10  # from checkpoints, when more was lost than the code covers
-_LOCKED_SECONDS = 90.0  # in which the lease of a supervisor that died runs out, after a minute
+_MOST_RESTARTS = 10  # from checkpoints, after losses beyond the code
+_LOCKED_SECONDS = 90.0  # the lease of a dead supervisor expires after a minute
 _LOCKED_AGAIN_SECONDS = 2.0
 
 Made = object | str | tuple[str, Mapping[str, Any]]
-"""A model or reader of Holdfast's, an import path "package.module:callable", or one with arguments."""
+"""A model or reader of Holdfast, an import path "package.module:callable", or (path, arguments)."""
 
 
 class Job:
-    """Trains a model in many processes: servers hold its rows, workers compute.
+    """Trains a model in many processes: servers hold its rows, workers compute gradients.
 
     Args:
         model: a ``DLRM``, ``DeepFM`` or ``PNN``; or the import path of a function that takes a reader and
-            gives a network, "package.module:build", or (path, arguments). A model that is given itself is
-            made again in every worker, as it was when it was made: weights that it has learned since are
-            not used.
+            returns a network, "package.module:build", or (path, arguments). Each worker constructs a model
+            object again from its constructor arguments: weights that it has learned since are not used.
         data: a ``Synthetic`` or ``Criteo`` reader; or the import path of a function ``reader(part,
-            batch_size)``, or (path, arguments). Workers share its batches.
-        servers: processes that hold rows.
-        workers: processes that compute.
-        test_data: what to test on, given as ``data`` is. By default the matching test part: 100,000 samples
-            of the same teacher for ``Synthetic``, the part that ``test_fraction`` or ``test_files`` leave
-            for ``Criteo``, ``reader("test", batch_size)`` for an import path.
-        training: optimizer, batch size, number of epochs and the like.
-        protection: what keeps the job going when servers die: ``ErasureCode``, ``Replication``, or nothing.
+            batch_size)``, or (path, arguments). Its batches are split among the workers.
+        servers: number of processes that hold rows.
+        workers: number of processes that compute gradients.
+        test_data: the data to test on, in the same form as ``data``. Default: the matching test part. That is
+            100,000 samples of the same teacher for ``Synthetic``, the part held out by ``test_fraction`` or
+            ``test_files`` for ``Criteo``, and ``reader("test", batch_size)`` for an import path.
+        training: optimizer, batch size, number of epochs and so on.
+        protection: how the job survives the death of servers: ``ErasureCode``, ``Replication``,
+            ``PartialRecovery``, or no protection.
         engine: where processes run: "local", or ``Local`` with its options, is this machine.
         checkpoint: where to save the job, a folder or a URL; or the keys of the ``checkpoint`` section, such
-            as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job goes on
+            as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job resumes
             from the newest.
-        run: the run's folder; by default a new one under ``runs/``.
-        kill: processes to kill on the way, such as "worker:1@step:200", to see what happens.
+        run: the run's folder. Default: a new one under ``runs/``.
+        kill: processes to kill during the run, such as "worker:1@step:200", to test fault tolerance.
     """
 
     def __init__(
@@ -113,30 +113,31 @@ class Job:
                 run=None if run is None else os.fspath(run),
             )
         )
-        """All that decides the run."""
+        """The complete configuration of the run."""
         self.folder: Path | None = None
-        """The run's, once it has begun."""
+        """The run's folder; None until ``run`` is called."""
 
     @classmethod
     def from_config(cls, config: Config) -> Job:
-        """The job that a configuration describes; its ``job.servers`` must not be 0."""
+        """Create a job from a configuration; its ``job.servers`` must not be 0."""
         job = cls.__new__(cls)
         job.config, job.folder = _checked(config), None
         return job
 
     def run(self, on_status: Callable[[JobProgress], None] | None = None) -> JobResult:
-        """Train, test and end; afterwards no process is left, whatever happened.
+        """Train, test and save. No process is left afterwards, whatever happened.
 
-        The first Ctrl-C (or SIGTERM) lets workers finish their batch, tests, saves, and returns; a second
-        one, or one before training has begun, ends all at once. A checkpoint that cannot be saved does not
-        end the job: see ``unsaved`` and ``save_failures`` of the result; of the last one, the log warns.
+        On the first Ctrl-C (or SIGTERM), workers finish their batch, and the job tests, saves and returns. A
+        second one, or one before training has begun, ends the job at once. A checkpoint that cannot be saved
+        does not end the job: see ``unsaved`` and ``save_failures`` of the result. If the last one fails, a
+        warning is logged.
 
-        Raises ``ServerLost`` when a server is gone and nothing protects its rows, ``DataLoss`` when more are
-        gone than the code covers and there is no checkpoint to go back to, ``WorkerFailed`` when a worker
-        cannot do its part.
+        Raises ``ServerLost`` when a server dies and nothing protects its rows, ``DataLoss`` when more servers
+        die than the code covers and there is no checkpoint to restore, ``WorkerFailed`` when a worker
+        cannot make progress.
 
         Args:
-            on_status: called a few times a second with where the job stands.
+            on_status: called a few times a second with the job's progress.
         """
         with open_run(self.config) as (self.folder, events, board):
             reports = Reports(self.config, events)
@@ -172,13 +173,13 @@ class Job:
         stop_requested: Callable[[], bool],
     ) -> JobResult:
         config, job = self.config, self.config.job
-        check_shared(job.bind)  # what is refused is said here, not in a log
+        check_shared(job.bind)  # raise here, not in a process whose error is only logged
         kills = job.kills
         lost: tuple[str, ...] = ()
         earlier: Runner | None = None
         while True:
             with LocalLauncher(folder, environment=_environment()) as engine:
-                # They load what they need while the plan is made.
+                # Processes import their modules while this one makes the plan.
                 for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
                     for _ in range(count):
                         engine.warm(role)
@@ -191,7 +192,7 @@ class Job:
                     runner.saves = earlier.saves
                     runner.saves.end()
                     runner.say("job_restored", version=plan.resume.version, step=plan.resume.steps)
-                elif plan.resume is not None:  # its supervisor logs it, but nobody would see it
+                elif plan.resume is not None:  # its supervisor logs this, but does not report it
                     figures = {"version": plan.resume.version, "step": plan.resume.steps}
                     runner.happened.append(Happening(time.time(), "job_resumed", figures))
                 try:
@@ -199,7 +200,7 @@ class Job:
                 except DataLoss as error:
                     if config.checkpoint is None or len(lost) >= _MOST_RESTARTS:
                         raise
-                    # The second line of defence: all over again from the last checkpoint.
+                    # The second line of defence: restart from the last checkpoint.
                     lost, kills, earlier = (*lost, str(error)), runner.kills_left, runner
                     runner.say("data_lost", message=str(error))
                 finally:
@@ -207,8 +208,8 @@ class Job:
 
 
 def _plan_again(config: Config, earlier: Runner, stop_requested: Callable[[], bool]) -> JobPlan:
-    """The plan of a job that lost data: a store elsewhere stays locked for a while after a supervisor that
-    died."""
+    """Plan the restart of a job that lost data. A remote store stays locked for a while after its supervisor
+    died, so wait for the lease to expire."""
     end, said = time.monotonic() + _LOCKED_SECONDS, False
     while True:
         try:
@@ -225,7 +226,7 @@ def _plan_again(config: Config, earlier: Runner, stop_requested: Callable[[], bo
 def _checked(config: Config) -> Config:
     if not config.job.servers:
         raise ConfigError(
-            "job.servers is 0: expected at least 1; without servers, holdfast train has one process"
+            "job.servers is 0: expected at least 1; with 0 servers, holdfast train uses one process"
         )
     return config
 
@@ -241,8 +242,7 @@ def _recipe(made: Made, name: str) -> Recipe:
         return recipe_of(made)
     if recipe.path.startswith("__main__:"):
         raise ConfigError(
-            f"{name} is {recipe.path}: other processes cannot import what a script defines; move it to a "
-            "module"
+            f"{name} is {recipe.path}: other processes cannot import from a script; move it to a module"
         )
     return recipe
 
@@ -252,14 +252,14 @@ def _section(recipe: Recipe) -> dict[str, Any]:
 
 
 def _data(data: Made, test_data: Made | None, batch_size: int | None) -> tuple[dict[str, Any], int | None]:
-    """The configuration's data section, and the batch size."""
+    """Build the configuration's data section. Returns it and the batch size."""
     recipe = _recipe(data, "data")
     own = getattr(data, "batch_size", None)
     if own is not None:
         if batch_size not in (None, own):
             raise ConfigError(f"batch_size is {batch_size} but the reader's is {own}: set the reader's alone")
         batch_size = own
-        # Whatever part it is of, it is what to train on.
+        # A reader without a part is for training.
         recipe = Recipe(recipe.path, {"part": "train", **recipe.arguments})
     section = _section(recipe)
     if test_data is not None:
@@ -270,7 +270,7 @@ def _data(data: Made, test_data: Made | None, batch_size: int | None) -> tuple[d
 
 
 def _test_part(data: object, recipe: Recipe) -> Recipe:
-    """The test part that belongs to a reader's training part."""
+    """The test part that matches a reader's training part."""
     if recipe.arguments["part"] != "train":
         part = recipe.arguments["part"]
         raise ConfigError(f"data is a reader of part {part!r}: give test_data, or a reader of part 'train'")
@@ -279,9 +279,7 @@ def _test_part(data: object, recipe: Recipe) -> Recipe:
         return Recipe(recipe.path, {**arguments, "samples": TEST_SAMPLES})
     if isinstance(data, Criteo):
         return Recipe(recipe.path, {**arguments, "drop_last": False})
-    raise ConfigError(
-        f"data is a {type(data).__name__}, which has no test part that is known: give test_data"
-    )
+    raise ConfigError(f"data is a {type(data).__name__}, which has no known test part: give test_data")
 
 
 def _checkpoint(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -291,7 +289,7 @@ def _checkpoint(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> dic
 
 
 def _environment() -> dict[str, str]:
-    """What the processes' environment has on top of this one's: they import from where this one does."""
+    """Variables to add to the processes' environment, so that they import from the same paths."""
     return {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to the plan that all nodes of a job share."""
+"""Make the plan that all nodes of a job share from a configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from holdfast.training.readers import build_readers, check_test_part
 from holdfast.training.saving import CheckpointConfig
 
 _Places = Mapping[int, tuple[TablePlace, GroupPlan]]
-"""By a parameter's identity: the place of its weights, and its group."""
+"""By ``id`` of a parameter: the place of its weights, and its group."""
 
 
 def plan_job(
@@ -40,10 +40,10 @@ def plan_job(
     timing: Timing | None = None,
     lanes: LaneOptions | None = None,
 ) -> JobPlan:
-    """The plan of a job that trains as configured; builds model and readers once to see that they fit.
+    """Make the plan of a job. Builds the model and the readers once to check that they match.
 
-    If the configuration has a ``checkpoint`` section and its path holds versions, the job goes on from the
-    newest one that is whole (``plan.resume``): see ``saving.resume.find_resume`` for what it raises.
+    If the configuration has a ``checkpoint`` section and its path holds versions, the job resumes from the
+    newest intact one (``plan.resume``): see ``saving.resume.find_resume`` for its errors.
     """
     job = config.job
     protected, checkpoint = _protection(config, lanes)
@@ -78,7 +78,7 @@ def plan_job(
 
 
 def _processors(wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that servers are to have, if this machine has them and more."""
+    """Validate the servers' processors: this machine has them, and others are left for workers."""
     here = os.sched_getaffinity(0)
     if wanted and not set(wanted) < here:
         raise ConfigError(
@@ -89,13 +89,13 @@ def _processors(wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _protection(config: Config, lanes: LaneOptions | None) -> tuple[dict[str, Any], CheckpointConfig | None]:
-    """The fields of a plan that say how rows are protected, and how they are saved."""
+    """The fields of a plan that configure protection, and the checkpoint configuration to use."""
     job, checkpoint = config.job, config.checkpoint
     code = job.code
     if code is not None:
         if code.beyond == "rows" and checkpoint is None:
             raise ConfigError(
-                "job.protection.beyond is rows, but there is no checkpoint that they could go back to: set "
+                "job.protection.beyond is rows, but there is no checkpoint to restore them from: set "
                 "checkpoint.path"
             )
         share = code.recovery_share or (1.0 if job.server_processors else LaneOptions().share)
@@ -120,7 +120,7 @@ def _protection(config: Config, lanes: LaneOptions | None) -> tuple[dict[str, An
 
 
 def _decide(partial: PartialRecovery, servers: int) -> Decision | None:
-    """Whether partial recovery pays; None where nothing is known of failures."""
+    """Decide whether partial recovery pays off; None if the failure rate is unknown."""
     if partial.mtbf_hours is None:
         return None
     return decide_recovery(
@@ -137,17 +137,16 @@ def _decide(partial: PartialRecovery, servers: int) -> Decision | None:
 def _saving_of(
     partial: PartialRecovery, checkpoint: CheckpointConfig | None, decision: Decision | None
 ) -> CheckpointConfig:
-    """How rows are saved that may have to go back: as the checkpoint says, or as often as the target asks."""
+    """The checkpoint configuration for partial recovery. By default, ``target_pls`` sets the interval."""
     if checkpoint is None:
         raise ConfigError(
-            "job.protection is partial, but there is no checkpoint that rows could go back to: set "
-            "checkpoint.path"
+            "job.protection is partial, but there is no checkpoint to restore rows from: set checkpoint.path"
         )
     changes: dict[str, Any] = {"prioritize": partial.prioritize, "fraction": partial.fraction}
     if checkpoint.every_steps is None and checkpoint.every_seconds is None:
         if decision is None:
             raise ConfigError(
-                "nothing says how often to save: set job.protection.mtbf_hours (target_pls then says it), "
+                "the checkpoint interval is unknown: set job.protection.mtbf_hours (for target_pls), "
                 "checkpoint.every_steps or checkpoint.every_seconds"
             )
         changes["every_seconds"] = decision.interval_hours * 3600
@@ -161,12 +160,12 @@ def plan_saving(
     optimizer: OptimizerConfig,
     groups: Sequence[GroupPlan],
 ) -> SavePlan:
-    """How a job that trains this network is saved.
+    """Plan how to save a job that trains this network.
 
-    The objects of a version are "model", a ``Recommender``, and "optim"; where the trainer has one optimizer
+    The objects of a version are "model", a ``Recommender``, and "optim"; if the trainer uses one optimizer
     for the network and one for the tables, "optim_network" and "optim_tables".
     """
-    with torch.device("meta"):  # tables of any size, without their memory
+    with torch.device("meta"):  # allocates no memory for tables
         model = Recommender(network, table_rows)
     optimizers = build_optimizers(optimizer, model)
     names = ("optim",) if len(optimizers) == 1 else ("optim_network", "optim_tables")
@@ -216,7 +215,7 @@ def _optimizer_state(optimizer: Optimizer, places: _Places, name: str) -> dict[s
     numbered = enumerate(p for group in optimizer.param_groups for p in group["params"])
     for number, parameter in numbered:
         if id(parameter) not in places:
-            continue  # training leaves it as it is
+            continue  # training does not change it
         weight, group = places[id(parameter)]
         fields = [f for f in group.fields if f.name not in (WEIGHT, STEP)]
         of_table = not weight.table.startswith(NETWORK)

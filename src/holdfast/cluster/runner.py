@@ -1,7 +1,7 @@
-"""A job as whoever started it sees it: processes, the supervisor's reports, a result.
+"""The launcher: start the processes of a job, follow the supervisor's reports, build the result.
 
-``Runner.run`` is the main path. The process that calls it starts all others, starts those again that the
-supervisor asks for, and ends them; it decides nothing.
+``Runner.run`` is the main path. The process that calls it starts all others, restarts those that the
+supervisor asks for, and ends them. It makes no decisions.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _MOST_SUPERVISORS = 10
 _LAST_WORDS_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
 _SPARE_AFTER_SECONDS = 5.0
-"""Until then those that start need the processors themselves, and a short job is over."""
+"""Before that, starting processes need the processors, and a short job would be over."""
 
 
 class Launcher:
-    """The machine that starts what views ask for and says what has ended."""
+    """The state machine that starts the processes that views ask for, and reports those that have ended."""
 
     def __init__(
         self,
@@ -72,27 +72,27 @@ class Launcher:
         self.status: Status | None = None
         self.exited: list[Exit] = []
         self.stopping = False
-        """Whether the job is to end before its time."""
+        """Whether to end the job early."""
         self.started: list[Peer] = []
-        """Processes that were started; whoever takes note of them takes them out."""
+        """Processes started since the caller last cleared this list."""
         self.holding = False
-        """Whether workers are to wait between two batches."""
+        """Whether workers should wait between two batches."""
         self._faults = faults or {}
         self._engine = engine
         self._template = template
         self._keys = keys
         self._current: dict[tuple[str, int], Peer] = {}
         self.silences: list[float] = []
-        """How long supervisors were silent that were killed for it; whoever takes note takes them out."""
+        """Seconds of silence of each supervisor killed for it, since the caller last cleared this list."""
         self._watch = SupervisorWatch(template.plan.timing)
         self._supervisors = 0
-        self._left_at: float | None = None  # the supervisor ended, with the job
+        self._left_at: float | None = None  # when the supervisor ended, with the job
         self._died_at = 0
         self._spares_at: dict[Role, float] | None = None
         self._now = 0.0
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Take a view or a report."""
+        """Process a view or a status report."""
         message = envelope.message
         if not self.admission.admits(envelope):
             return
@@ -107,7 +107,7 @@ class Launcher:
                 self.start(Peer("server", server.slot, server.incarnation))
 
     def _keep_spares(self) -> None:
-        """Have one process of each kind wait, its imports behind it, for whoever dies next."""
+        """Keep one spare process per role, with its imports done, for the next replacement."""
         if self._spares_at is None:
             if self.view.phase != "running":
                 return
@@ -118,7 +118,7 @@ class Launcher:
             self._engine.warm(role)
 
     def tick(self, now: float) -> None:
-        """Say what has ended, again and again, and start the supervisor again if it is among it."""
+        """Report ended processes (repeatedly, as messages may be lost), and restart a dead supervisor."""
         self._now = now
         self._keep_spares()
         self._watch_supervisor(now)
@@ -129,7 +129,7 @@ class Launcher:
                 self._died_at = steps
                 if self._supervisors > _MOST_SUPERVISORS:
                     raise JobFailed(
-                        f"the supervisor ended {self._supervisors} times without a batch in between: see its "
+                        f"the supervisor ended {self._supervisors} times without completing a batch: see its "
                         "logs"
                     )
                 self._engine.start(self._assignment(peer))
@@ -142,8 +142,8 @@ class Launcher:
         told = self.status is not None and (self.status.finished or self.status.failure is not None)
         if self._left_at is not None and not told and now > self._left_at + _LAST_WORDS_SECONDS:
             raise JobFailed(
-                "the supervisor died while the job was ending, before it could say how it ended: see its "
-                "logs; from a checkpoint, if it is saved, the job goes on and ends again"
+                "the supervisor died while the job was ending, before it could report the result: see its "
+                "logs; if the job saves checkpoints, start it again to resume from the last one"
             )
         state: Literal["done", "held", "ready"] = (
             "done" if self.stopping else "held" if self.holding else "ready"
@@ -152,8 +152,8 @@ class Launcher:
         self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
 
     def _watch_supervisor(self, now: float) -> None:
-        """End a supervisor that has fallen silent, as one that is stopped: like one that ended by itself, it
-        is started again."""
+        """Kill a supervisor that has been silent for too long, for example suspended (SIGSTOP). It is then
+        restarted like one that ended by itself."""
         silent = self._watch.silence(now) if self._left_at is None else 0.0
         if silent:
             self.silences.append(silent)
@@ -161,7 +161,7 @@ class Launcher:
             self._watch.start(now)
 
     def start(self, peer: Peer) -> None:
-        """Fill a slot, if no process of this incarnation does; an older one is no longer wanted."""
+        """Start this incarnation unless it, or a newer one, already runs; kill an older one."""
         key = peer.role, peer.slot
         old = self._current.get(key)
         if self.view.phase == "stopping" or (old is not None and old.incarnation >= peer.incarnation):
@@ -176,7 +176,7 @@ class Launcher:
             self._spares_at.setdefault(peer.role, self._now + _SPARE_AFTER_SECONDS)
 
     def kill(self, role: Role, slot: int) -> None:
-        """kill -9 whoever fills a slot."""
+        """Send SIGKILL to the process in a slot."""
         peer = self._current.get((role, slot))
         if peer is not None:
             self._engine.signal(peer, signal.SIGKILL)
@@ -193,15 +193,15 @@ class Runner:
     """Runs one job from start to end.
 
     Args:
-        plan: the job's.
-        engine: where its processes run.
-        folder: the run's.
-        events: the run's log.
-        bind: where processes listen: "ipc", Unix sockets in a private folder, or a TCP address without a
-            port, with keys that are made for this run.
-        kills: processes to kill on the way.
-        faults: for workers, by slot: where each incarnation is ended by force (see ``worker.faults``).
-        chaos: the folder through which links are broken (see ``transport.links``), "" for none.
+        plan: the job's plan.
+        engine: starts and kills the processes.
+        folder: the run's folder.
+        events: the run log.
+        bind: where processes listen: "ipc" for Unix sockets in a private folder, or a TCP address without a
+            port; over TCP, messages are encrypted with keys made for this run.
+        kills: processes to kill during the run.
+        faults: for workers, by slot: where each incarnation is killed (see ``worker.faults``).
+        chaos: the folder that controls broken links (see ``transport.links``), "" for none.
     """
 
     plan: JobPlan
@@ -213,13 +213,13 @@ class Runner:
     faults: dict[int, Sequence[str]] = field(default_factory=dict)
     chaos: str = ""
     kills_left: tuple[Kill, ...] = field(default=(), init=False)
-    """Those of ``kills`` whose time had not come when the job ended."""
+    """Those of ``kills`` that were not due when the job ended."""
     happened: list[Happening] = field(default_factory=list)
-    """What this process itself has seen happen."""
+    """Events that this process itself has recorded."""
     failures: Failures = field(default_factory=Failures)
-    """Servers that died, also in runs that this one goes on from."""
+    """Servers that died, including in the runs that this one resumes."""
     saves: SaveLedger = field(default_factory=SaveLedger)
-    """Checkpoints that could not be saved, likewise."""
+    """Checkpoints that could not be saved, including in the runs that this one resumes."""
 
     def run(
         self,
@@ -227,9 +227,9 @@ class Runner:
         stop_requested: Callable[[], bool] = lambda: False,
         hold_requested: Callable[[], bool] = lambda: False,
     ) -> JobResult:
-        """Run the job; while ``hold_requested`` says so, workers wait between two batches.
+        """Run the job. While ``hold_requested`` returns True, workers wait between two batches.
 
-        Raises JobFailed or what is under it when it cannot go on; no process is left behind.
+        Raises JobFailed or a subclass of it when the job cannot continue; no process is left behind.
         """
         with private_folder() if self.bind == LOCAL else contextlib.nullcontext() as folder:
             try:
@@ -258,7 +258,7 @@ class Runner:
             keys=keys.of(Peer("supervisor")) if keys is not None else None,
             chaos=self.chaos,
         )
-        (self.folder / STATE_FILE).unlink(missing_ok=True)  # of a job that was here before
+        (self.folder / STATE_FILE).unlink(missing_ok=True)  # left by an earlier job
         self.engine.start(template)
         endpoint = self._wait_for_supervisor()
         template = msgspec.structs.replace(template, supervisor=endpoint)
@@ -277,7 +277,7 @@ class Runner:
             return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
     def _wait_for_supervisor(self) -> str:
-        """Where the supervisor listens: it says so in its file."""
+        """Wait for the supervisor's state file. Returns the endpoint in it."""
         path = self.folder / STATE_FILE
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end:
@@ -285,7 +285,7 @@ class Runner:
                 return msgspec.json.decode(path.read_bytes(), type=Durable).endpoint
             for peer, code in self.engine.exited():
                 raise JobFailed(
-                    f"the {peer} ended with code {code} as it started: see its log in {self.folder}"
+                    f"the {peer} ended with code {code} during startup: see its log in {self.folder}"
                 )
             time.sleep(0.005)
         raise JobFailed(f"the supervisor did not start within {_START_SECONDS:.0f} s")
@@ -340,7 +340,7 @@ class Runner:
         launcher.silences.clear()
 
     def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
-        """Kill those whose time has come, and strike them off the list."""
+        """Execute the kills that are due, and remove them from the list."""
         for kill in [k for k in kills if status.steps >= k.step and not status.finished]:
             kills.remove(kill)
             self.kills_left = tuple(kills)
@@ -348,7 +348,7 @@ class Runner:
             launcher.kill(kill.role, kill.slot)
 
     def say(self, event: str, **figures: Any) -> None:
-        """Log an event, and let those who watch hear of it."""
+        """Log an event, and add it to the status that observers see."""
         self.events.emit(event, **figures)
         self.happened.append(Happening(time.time(), event, figures))
 
@@ -392,9 +392,9 @@ class Runner:
         logs = self.folder / "logs"
         if kind == "server":
             rows = sum(n.figures.rows for n in status.nodes if n.peer == peer)
-            held = f"the {rows:,} rows that it held" if rows else "the rows that it was to hold"
+            held = f"the {rows:,} rows that it held" if rows else "its rows"
             return ServerLost(
-                f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot go on "
+                f"{peer} {text} after {status.steps:,} steps: {held} are lost, and the job cannot continue "
                 f"without them; {self._cure(status)} (logs: {logs})"
             )
         if kind in ("lost", "network", "stalled"):
@@ -402,51 +402,49 @@ class Runner:
             if self.plan.partial:
                 why = self.plan.partial_reason if self.plan.partial == "full" else "no server is left"
             if kind == "stalled":
-                why = "the job cannot go on with these processes"
+                why = "the job cannot continue with these processes"
             if kind == "network":
-                why = "only workers had copies, and none that has computed with them is left"
+                why = "only workers had copies, and no worker that has used one is left"
             lost = lost_rows_path(self.folder, peer, self.plan)
-            where = f", the rows found lost until then, perhaps not all: {lost}" if lost.exists() else ""
+            where = f", lost rows found so far, perhaps not all: {lost}" if lost.exists() else ""
             return DataLoss(
                 f"{peer} {text} after {status.steps:,} steps: {why}; {self._cure(status, by_itself=True)} "
                 f"(logs: {logs}{where})"
             )
         if kind == "worker":
             return WorkerFailed(
-                f"{peer} {text}, for the {self.plan.most_deaths + 1}th time at the same batch: no other "
-                f"process will get further; its log in {logs} says more"
+                f"{peer} {text}, for the {self.plan.most_deaths + 1}th time at the same batch: restarting it "
+                f"again would not help; see its log in {logs}"
             )
         kind_of_error = WorkerFailed if peer.role == "worker" else JobFailed
         return kind_of_error(f"{peer} failed: {text} (its log is in {logs})")
 
     def _cure(self, status: Status, *, by_itself: bool = False) -> str:
-        """What is to be done when rows are lost, or is done by itself."""
+        """What the user should do about lost rows; ``by_itself``: the job may restart from a checkpoint."""
         version = status.last_version
         if version and by_itself:
-            return f"the job goes back to its last checkpoint, version {version}"
+            return f"the job restarts from its last checkpoint, version {version}"
         if version:
-            return f"start it again, and it goes on from its last checkpoint, version {version}"
+            return f"start it again to resume from its last checkpoint, version {version}"
         failed = self.saves()
         if failed:
             return (
-                f"none of its {count(failed):,} checkpoints could be saved ({in_short(failed)}): see to "
-                "that, and start it again"
+                f"none of its {count(failed):,} checkpoints could be saved ({in_short(failed)}): fix "
+                "that and start it again"
             )
         if self.plan.saving is not None:
-            return "it had not saved a checkpoint yet: start it again, and lower checkpoint.every_steps"
-        return (
-            "set checkpoint.path and checkpoint.every_steps, so that it can start again from the last version"
-        )
+            return "it had not saved a checkpoint yet: lower checkpoint.every_steps and start it again"
+        return "set checkpoint.path and checkpoint.every_steps, so that it can resume from the last version"
 
 
 class TrainingClock:
-    """The time from when workers begin until the last batch counts, and the samples in it.
+    """Measures training time, from the workers' start to the last batch that counts, and its samples.
 
-    Between the first batch that counts and the last, a job of a few batches may have no time at all.
+    Measuring from the first batch that counts would give a job of a few batches no time at all.
 
     Args:
         before: samples that counted before this job began.
-        clock: tells the time.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, before: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -456,11 +454,11 @@ class TrainingClock:
         self._at_work = False
 
     def note(self, status: Status) -> None:
-        """Take the next report."""
+        """Process the next report."""
         now = self._clock()
         counted = status.samples > self._before
         if not self._at_work:
-            # That a worker is at work is reported at once; if not, it began behind the report before.
+            # A worker at work is reported at once; if no report said so, it began after the previous one.
             self._began = self._last if counted else now
             states = (node.state for node in status.nodes if node.peer.role == "worker")
             self._at_work = counted or "working" in states
@@ -468,11 +466,11 @@ class TrainingClock:
             self._last, self._samples = now, status.samples
 
     def seconds(self) -> float:
-        """That training took."""
+        """Seconds of training so far."""
         return self._last - self._began if self.samples() else 0.0
 
     def samples(self) -> int:
-        """Of that time."""
+        """Samples trained on in that time."""
         return self._samples - self._before
 
 
@@ -481,6 +479,6 @@ def _process(peer: Peer, pid: int) -> dict[str, Any]:
 
 
 def _records(status: Status, servers: int) -> str:
-    """One checksum of all servers' records; "" while one has not told its own."""
+    """One checksum of all servers' records; "" until every server has reported its own."""
     digests = [n.figures.digest for n in status.nodes if n.peer.role == "server" and n.figures.digest]
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest() * (len(digests) == servers)

@@ -1,4 +1,4 @@
-"""A job as a user of the command starts it: its view and its summary."""
+"""A job started from the command line: its live view and its summary."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from holdfast.training.session import free_folder
 
 
 def run(config: Config, console: Console, notice: Notice) -> JobResult:
-    """Run the job that the configuration describes, with a view on the console.
+    """Run the configured job, with a live view on the console.
 
     Raises ``Stopped`` if a signal ends it at once.
     """
-    unsaved_log.addHandler(logging.NullHandler())  # it is said below
+    unsaved_log.addHandler(logging.NullHandler())  # printed below instead
     job = Job.from_config(config)
     last: JobProgress | None = None
 
@@ -69,7 +69,7 @@ def _then(config: Config) -> str:
 def resuming(
     job: Job, version: int | None, saved_steps: int, unsaved_steps: int, kills: Sequence[str]
 ) -> list[str]:
-    """How to go on from a version, and what is not in it; the last line is the command."""
+    """Explain how to resume from a version, and what it lacks; the last line is the command."""
     config = job.config
     if version is None:
         cure = (
@@ -82,13 +82,13 @@ def resuming(
     else:
         said = f"saved up to step {saved_steps:,} (version {version:,}); resume with:"
     secret = (
-        ["config.yaml has *** in place of passwords: put them in first"] if "***" in to_yaml(config) else []
+        ["config.yaml has *** in place of passwords: insert them first"] if "***" in to_yaml(config) else []
     )
     return [*secret, said, resume_command(config, job.folder, kills)]
 
 
 def resume_command(config: Config, folder: Path | None, kills: Sequence[str]) -> str:
-    """What goes on with a run in another folder; only those processes are killed that were not yet."""
+    """The command that resumes a run in another folder; it repeats only kills that have not happened."""
     assert folder is not None
     here = Path(sys.argv[0]).name == "holdfast"
     words = ["holdfast"] if here else [sys.executable, "-m", "holdfast"]
@@ -101,7 +101,7 @@ def resume_command(config: Config, folder: Path | None, kills: Sequence[str]) ->
 
 
 def summary(result: JobResult) -> list[str]:
-    """What the user reads at the end."""
+    """The lines printed at the end of a job."""
     how = "interrupted" if result.interrupted else "finished"
     test = result.test
     lines = [
@@ -119,7 +119,7 @@ def summary(result: JobResult) -> list[str]:
     if result.speeds is not None:
         lines.append(_speeds(result.speeds))
     lines += [
-        f"data was lost, and the job went back to its last checkpoint: {loss}" for loss in result.losses
+        f"data was lost, and the job restarted from its last checkpoint: {loss}" for loss in result.losses
     ]
     if result.versions:
         saved = _times(len(result.versions), "checkpoint")
@@ -131,21 +131,21 @@ def summary(result: JobResult) -> list[str]:
     if result.bad_lines:
         lines.append(f"{_times(result.bad_lines, 'bad line')} skipped: the workers' logs name the first")
     if result.parities_checked:
-        agree = f"{result.parities_wrong:,} did not agree" if result.parities_wrong else "all agreed"
-        lines.append(f"{result.parities_checked:,} times a parity was checked against its rows: {agree}")
+        agree = f"{result.parities_wrong:,} did not match" if result.parities_wrong else "all matched"
+        lines.append(f"{result.parities_checked:,} checks of a parity against its rows: {agree}")
     if (result.folder / PLOT_FILE).exists():
         lines.append(f"throughput over time: {result.folder / PLOT_FILE}")
-    lines.append(f"figures: {result.folder / 'events.jsonl'}, logs: {result.folder / 'logs'}")
+    lines.append(f"run log: {result.folder / 'events.jsonl'}, logs: {result.folder / 'logs'}")
     return lines
 
 
 def _failure(failure: ServerFailure) -> list[str]:
-    """How the job came back from it."""
+    """How the job recovered from the death of a server."""
     later = [
         f"{what} after {seconds:.1f} s"
         for what, seconds in (
-            ("training went on", failure.resumed_seconds),
-            ("redundancy was whole again", failure.whole_seconds),
+            ("training resumed", failure.resumed_seconds),
+            ("redundancy was restored", failure.whole_seconds),
         )
         if seconds is not None
     ]
@@ -155,16 +155,14 @@ def _failure(failure: ServerFailure) -> list[str]:
         recovered = f"recovered {failure.rows:,} rows in {failure.recovered_seconds:.1f} s"
         lines.append(recovered + compared(failure.rows, failure.compared, failure.unequal))
     if failure.version is not None:
-        to = f"version {failure.version:,}" if failure.version else "their first values"
+        to = f"version {failure.version:,}" if failure.version else "their initial values"
         what = failure.what or f"its {failure.went_back:,} rows"
-        lines.append(
-            f"{what} went back to {to}: what {failure.samples_lost:,} samples had taught them is lost"
-        )
+        lines.append(f"{what} went back to {to}: updates from {failure.samples_lost:,} samples are lost")
     return lines
 
 
 def _speeds(speeds: Speeds) -> str:
-    names = {"before": speeds.before, "while redundancy was lacking": speeds.degraded, "after": speeds.after}
+    names = {"before": speeds.before, "while redundancy was degraded": speeds.degraded, "after": speeds.after}
     shown = [f"{value:,.0f} {name}" for name, value in names.items() if value is not None]
     return f"samples/s: {', '.join(shown)}"
 

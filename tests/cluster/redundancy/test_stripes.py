@@ -755,7 +755,7 @@ class TestVotes:
     def test_an_answer_about_other_stripes_is_refused(self) -> None:
         servers, questions = self.found()
         request = message_of(questions[0], Compare).request
-        with pytest.raises(ValueError, match="were not asked for"):
+        with pytest.raises(ValueError, match="were not requested"):
             servers[0].stripes.take_vote(Agreed(request, 1, 1), [np.array([2], np.uint32)], servers.now)
         servers.hand(*self.answers(servers, questions))
         servers.deliver(ReadStripes, Values)

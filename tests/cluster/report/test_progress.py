@@ -140,10 +140,10 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
         (
             "worker_started",
             {"slot": 1, "incarnation": 2, "sequence": 80},
-            "worker 1 was replaced: process 2 in its place goes on behind its batch 80",
+            "worker 1 restarted (incarnation 2), resuming after batch 80",
         ),
         ("process_started", {"role": "worker", "slot": 1}, None),
-        ("process_started", {"role": "supervisor", "slot": 0}, "the supervisor was started again"),
+        ("process_started", {"role": "supervisor", "slot": 0}, "the supervisor was restarted"),
         ("test", {"step": 5, "auc": 0.75, "log_loss": 0.4}, "test at step 5: AUC 0.7500, log loss 0.4000"),
         (
             "checkpoint_saved",
@@ -153,12 +153,12 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
         (
             "checkpoint_failed",
             {"version": 3, "error": "two disks full", "why": "disk full", "again": False},
-            "version 3 was not saved, training goes on: disk full",
+            "version 3 was not saved, training continues: disk full",
         ),
         (
             "checkpoint_failed",
             {"version": None, "error": "", "why": "no store", "again": False},
-            "a checkpoint was not saved, training goes on: no store",
+            "a checkpoint was not saved, training continues: no store",
         ),
         ("checkpoint_failed", {"version": 3, "error": "", "why": "disk full", "again": True}, None),
         (
@@ -168,23 +168,23 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
         ),
         ("checkpoint_tidy_failed", {"version": 3, "error": "disk full", "again": True}, None),
         ("checkpoint_damaged", {"version": None, "error": "bad"}, "checkpoint damaged: bad"),
-        ("store_not_opened", {"message": "the store is gone"}, "the store is gone; it is tried again"),
+        ("store_not_opened", {"message": "the store is gone"}, "the store is gone; retrying"),
         (
             "store_waited_for",
             {"message": "", "most_seconds": 120.0},
-            "the job waits for its store, at most 120 s",
+            "waiting for the store, at most 120 s",
         ),
         ("server_lost", {"slot": 1, "reason": "x", "protected": False}, None),  # the error says it
         (
             "server_lost",
             {"slot": 1, "reason": "was killed by signal 9", "protected": True},
-            "server 1 was killed by signal 9: its rows are recovered while training goes on",
+            "server 1 was killed by signal 9: recovering its rows while training continues",
         ),
         ("server_started", {"slot": 1, "incarnation": 2, "after_seconds": 0.3}, None),
         (
             "training_resumed",
             {"slot": 1, "incarnation": 2, "after_seconds": 0.66},
-            "training goes on after 0.7 s, with another process as server 1",
+            "training resumed after 0.7 s, with a replacement for server 1",
         ),
         (
             "server_recovered",
@@ -209,24 +209,24 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
             "server 1: 210,600 rows recovered in 2.2 s; 3 of 210,000 that were compared with the memory of "
             "the process that died DIFFER",
         ),
-        ("redundancy_restored", {"after_seconds": 3.5}, "all rows and parities are there again after 3.5 s"),
+        ("redundancy_restored", {"after_seconds": 3.5}, "redundancy restored after 3.5 s"),
         (
             "parities_wrong",
             {"slot": 2, "wrong": 3, "repaired": 2},
-            "server 2: 3 parities did not agree with their rows, 2 of them were put right",
+            "server 2: 3 parities did not match their rows, 2 of them were repaired",
         ),
         (
             "network_updates_lost",
             {"slot": 2, "updates": 3},
-            "server 2: its network lacks 3 updates, whose only copy a worker had",
+            "server 2: 3 network updates are lost, only a dead worker had them",
         ),
         ("data_lost", {"message": "server 1 died"}, "data was lost: server 1 died"),
         (
             "store_locked",
             {"message": "s3://a is locked", "most_seconds": 90.0},
-            "the job waits for its store, at most 90 s: s3://a is locked",
+            "waiting for the store, at most 90 s: s3://a is locked",
         ),
-        ("job_restored", {"version": 4, "step": 900}, "the job goes on from version 4, step 900"),
+        ("job_restored", {"version": 4, "step": 900}, "resuming from version 4, step 900"),
     ],
 )
 def test_news_in_words(event: str, figures: dict[str, object], text: str | None) -> None:
@@ -275,7 +275,7 @@ def server(slot: int, incarnation: int = 2, state: str = "ready", **lacks: Any) 
         (
             [server(0, 1), server(1, state="starting")],
             1,
-            "redundancy is degraded: server 1 is gone, another process takes its place",
+            "redundancy is degraded: server 1 is gone, its replacement is starting",
         ),
         (
             [server(0, rows=30, recovered=10, parities=5), server(1, parities=1, rebuilt=3)],

@@ -44,7 +44,10 @@ def test_without_parities_what_the_others_have_in_common() -> None:
 
 @pytest.mark.parametrize(
     ("others", "text"),
-    [([ServerMember("server", 1, 1)], "and all other servers"), ([server(1)], "all servers that hold")],
+    [
+        ([ServerMember("server", 1, 1)], "and all other servers died"),
+        ([server(1)], "all servers with its parities died"),
+    ],
 )
 def test_a_job_that_cannot_go_on(others: list[ServerMember], text: str) -> None:
     failure = what_counts(PLAN, DEAD, [DEAD, *others])

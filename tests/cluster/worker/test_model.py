@@ -240,6 +240,6 @@ def test_logits_of_another_shape_are_refused() -> None:
 
     worker = WorkerModel(Column(), [], [])
     with pytest.raises(
-        ConfigError, match=r"Column gave logits of shape \[4, 1\] for 4 samples: expected \[4\]"
+        ConfigError, match=r"Column returned logits of shape \[4, 1\] for 4 samples: expected \[4\]"
     ):
         worker.predict(make_batch(4, "one"), [], [])

@@ -1,1 +1,1 @@
-"""What nodes say to each other, and what they agree on: no clock, no socket, no operating system."""
+"""Messages between nodes, and the plan they share. No clock, no socket, no operating system."""

@@ -1,9 +1,9 @@
-"""Which messages a node takes: from those who may send them, about what the plan says there is, with arrays
-that fit.
+"""Validate incoming messages: the sender may send them, their content matches the plan, and their arrays have
+the right size.
 
-What does not pass is dropped and counted before anything has changed, and never raises: one malformed message
-must not end a node. Whether a message fits what a node is waiting for is the machines' own to say; what is
-checked here depends on nothing but the message and the plan.
+Invalid messages are dropped and counted before anything has changed. Validation never raises: one malformed
+message must not end a node. Checks here depend only on the message and the plan; whether a message matches
+what a node waits for, the state machines decide themselves.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from holdfast.coding.placement import Placement
 log = logging.getLogger(__name__)
 
 _WORD: Final = 4
-"""Bytes of a place, a block or a number of a record."""
+"""Bytes of a place, a block or a record's number."""
 
 
 class Admission:
-    """What one node takes.
+    """Validates the messages that one node receives.
 
     Args:
         me: the node.
-        plan: the job's.
+        plan: the job's plan.
 
     Attributes:
-        dropped: how many messages were not taken.
+        dropped: number of messages dropped.
     """
 
     def __init__(self, me: Peer, plan: JobPlan) -> None:
@@ -79,16 +79,16 @@ class Admission:
         self._logged: set[type] = set()
 
     def admits(self, envelope: Envelope) -> bool:
-        """Whether to take a message; one that is not taken is counted, and the first of its kind logged."""
+        """Whether a message is valid. Invalid ones are counted, and the first of each type is logged."""
         try:
             self._check(envelope)
-        except Exception as error:  # a check changes nothing: whatever it stumbles over is not well-formed
+        except Exception as error:  # checks change nothing: any error means malformed
             self.dropped += 1
             kind = type(envelope.message)
             if kind not in self._logged:
                 self._logged.add(kind)
                 log.warning(
-                    "dropped a %s of %s, incarnation %d: %s (others of its kind are only counted)",
+                    "dropped a %s from %s, incarnation %d: %s (further ones are only counted)",
                     kind.__name__, envelope.source, envelope.source.incarnation, error,
                 )  # fmt: skip
             return False
@@ -96,7 +96,7 @@ class Admission:
 
 
 class _Checks:
-    """Raises ValueError for what does not pass."""
+    """Raises ValueError for an invalid message."""
 
     def __init__(self, me: Peer, plan: JobPlan) -> None:
         self._me, self._plan = me, plan
@@ -109,7 +109,7 @@ class _Checks:
             for source, target in routes
             if target == me.role
         }
-        """How many slots of a role may send a message of a kind here."""
+        """Slots of each role that may send a message of each type to this node."""
         self._checks: Mapping[type[Message], Callable[[Any, Sequence[Frame], Peer], None]] = {
             Pull: self._pull,
             PulledRows: self._rows,
@@ -184,25 +184,25 @@ class _Checks:
         self._contained(message.marks)
 
     def _relay(self, message: Relay, frames: Sequence[Frame], source: Peer) -> None:
-        """What is inside is checked by whom it is for, and its sender by who passes it on first."""
+        """The receiver validates the inner message; the first relay validates its sender."""
         header = decode(message.header)
         route = header.source.role, header.target.role
         if header.job != self._plan.job or type(header.message) is Relay:
-            raise ValueError("what it passes on is of another job, or passed on itself")
+            raise ValueError("the relayed message is of another job, or itself a relay")
         if "supervisor" in route or route not in ROUTES[type(header.message)]:
-            raise ValueError(f"a {route[0]} does not send a {route[1]} what it passes on")
+            raise ValueError(f"a {route[0]} does not send the relayed message to a {route[1]}")
         if source.role == "worker" and header.source != source:
-            raise ValueError(f"a worker passes on what {header.source} sent")
+            raise ValueError(f"a worker relays a message of {header.source}")
         for peer in (header.source, header.target):
             self._slot(peer.role, peer.slot)
 
     def _contained(self, marks: Sequence[int]) -> None:
-        """The newest push of each worker; none where servers know that themselves."""
+        """Validate each worker's newest push; empty if servers know these themselves."""
         if marks and (len(marks) != self._plan.workers or min(marks) < 0):
-            raise ValueError(f"pushes {marks} of {self._plan.workers} workers")
+            raise ValueError(f"marks {marks} of {self._plan.workers} workers")
 
     def _valued(self, parts: Sequence[Part], frames: Sequence[Frame]) -> None:
-        """Places and values of each part."""
+        """Validate places and values of each part."""
         _count(frames, 2 * len(parts))
         for number, part in enumerate(parts):
             self._group(part.group)
@@ -210,11 +210,11 @@ class _Checks:
             _size(frames[2 * number + 1], part.rows, _WORD * self._plan.groups[part.group].dim)
 
     def _installable(self, groups: Sequence[int]) -> None:
-        """Groups whose values workers have."""
+        """Validate groups whose values come from workers."""
         for group in groups:
             self._group(group)
             if self._plan.groups[group].initial != "installed":
-                raise ValueError(f"group {group} draws its first values")
+                raise ValueError(f"group {group} draws its initial values")
 
     # Among servers
 
@@ -232,7 +232,7 @@ class _Checks:
             self._part(part, frame, source)
 
     def _part(self, part: StripePart, frame: Frame, source: Peer) -> None:
-        """Blocks whose parity is here."""
+        """Validate blocks whose parity is here."""
         placement = self._coded(part.group)
         _within(part.parity, placement.r, "parity")
         _within(part.member, placement.k, "member")
@@ -258,7 +258,7 @@ class _Checks:
         for member in message.without:
             _within(member, placement.k, "member")
         if len(set(message.without)) != len(message.without):
-            raise ValueError(f"members {message.without}, some of them twice")
+            raise ValueError(f"members {message.without} contain duplicates")
         _count(frames, 1)
         _numbers(frames[0], message.rows, placement.blocks(self._plan.groups[message.group].rows))
 
@@ -343,7 +343,7 @@ class _Checks:
         _within(group, len(self._plan.groups), "group")
 
     def _coded(self, group: int) -> Placement:
-        """The placement of a group that has parities."""
+        """The placement of a group; raises if the group has no parities."""
         self._group(group)
         placement = self._plan.placements[group]
         if not placement.r:
@@ -393,19 +393,19 @@ def _size(frame: Frame, rows: int, row_bytes: int) -> None:
 
 
 def _multiple(frame: Frame, rows: int) -> None:
-    """So many rows of some number of words each; which, only who waits for them knows."""
+    """Validate an array of ``rows`` rows; only the node that requested them knows their size in words."""
     found = _bytes(frame)
     if rows < 0 or found % (_WORD * max(1, rows)) or bool(found) > bool(rows):
         raise ValueError(f"an array of {found} bytes: expected {rows} rows")
 
 
 def _numbers(frame: Frame, rows: int, below: int = 1 << 32, *, ascending: bool = True) -> None:
-    """So many numbers of records."""
+    """Validate an array of ``rows`` record numbers."""
     _size(frame, rows, _WORD)
     if rows:
         numbers = as_array(frame, np.uint32, (rows,))
         if ascending and rows > 1 and not (numbers[1:] > numbers[:-1]).all():
-            raise ValueError("numbers that do not ascend")
+            raise ValueError("numbers are not ascending")
         largest = int(numbers[-1]) if ascending else int(numbers.max())
         _within(largest, below, "number")
 

@@ -1,8 +1,8 @@
-"""A worker's batches: its share of every epoch, without those that count already.
+"""A worker's batches: its share of every epoch, without batches that already count.
 
-A batch is known by its ``Position``, so what is done can be said in a few numbers: with ``workers`` workers,
-batch (e, i) was worker ``i % workers``'s, and each worker's batches count in order. A job that goes on with
-another number of workers remembers how far it came with the last one (a ``Layout``) and leaves that out.
+A batch is identified by its ``Position``, so a few numbers describe all completed ones: with ``workers``
+workers, batch (e, i) belongs to worker ``i % workers``, and each worker's batches count in order. A job that
+resumes with another number of workers stores its progress with the old number (a ``Layout``) and skips that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from holdfast.errors import ConfigError, DataError
 
 
 class Layout(Struct, frozen=True):
-    """How far a job came with so many workers.
+    """The progress of a job with some number of workers.
 
-    Batch i of epoch e is done if it does not lie behind ``positions[i % workers]``.
+    Batch i of epoch e is done if it is not after ``positions[i % workers]``.
     """
 
     workers: int
@@ -34,19 +34,19 @@ class Layout(Struct, frozen=True):
             )
 
     def has(self, batch: Position) -> bool:
-        """Whether that batch is done."""
+        """Whether a batch is done."""
         return batch <= self.positions[batch.index % self.workers]
 
     def sharing(self, worker: int, workers: int) -> Iterator[Position]:
-        """The positions of those workers here who share batches with ``worker`` of ``workers``."""
+        """Positions of those workers of this layout that share batches with ``worker`` of ``workers``."""
         common = math.gcd(self.workers, workers)
         return (p for w, p in enumerate(self.positions) if w % common == worker % common)
 
 
 def merge_layouts(*layouts: Layout) -> tuple[Layout, ...]:
-    """Layouts that say the same as these, at most one for each number of workers.
+    """Merge layouts into equivalent ones, at most one for each number of workers.
 
-    What others of them cover is dropped, so that the list of a job that is often resumed stays short.
+    Layouts that others cover are dropped, so that the list of a job that is often resumed stays short.
     """
     furthest: dict[int, tuple[Position, ...]] = {}
     for layout in layouts:
@@ -62,7 +62,7 @@ def merge_layouts(*layouts: Layout) -> tuple[Layout, ...]:
 
 
 def _covers(layout: Layout, other: Layout) -> bool:
-    """Whether everything that ``other`` has is in ``layout`` too, however long the stream is."""
+    """Whether ``layout`` contains everything in ``other``, however long the stream is."""
     return all(
         position <= mine
         for worker, position in enumerate(other.positions)
@@ -71,15 +71,15 @@ def _covers(layout: Layout, other: Layout) -> bool:
 
 
 class Stream:
-    """The batches of one worker over all epochs, in order. Each ``iter`` starts afresh, behind ``after``.
+    """The batches of one worker over all epochs, in order. Each ``iter`` restarts after ``after``.
 
     Args:
-        reader: of the whole stream; it is split here.
-        worker: which worker's batches, from 0.
-        workers: how many there are.
-        epochs: how often the whole stream is gone over.
+        reader: reader of the whole stream; this class splits it.
+        worker: number of the worker, from 0.
+        workers: total number of workers.
+        epochs: number of passes over the whole stream.
         after: the worker's last batch that counts.
-        done: what counts from times with other numbers of workers.
+        done: batches that count from runs with other numbers of workers.
     """
 
     def __init__(
@@ -116,18 +116,18 @@ class Stream:
         self._epoch = self._epochs
 
     def progress(self) -> float:
-        """How much of all epochs is behind the last batch that was handed out, 0 to 1."""
+        """The completed part of all epochs after the last batch handed out, 0 to 1."""
         within = self._reader.progress() if self._epoch < self._epochs else 0.0
         return min(1.0, (self._epoch + within) / self._epochs)
 
     @property
     def bad_lines(self) -> int:
-        """Lines that the reader has skipped in the pass that it is in; 0 for one that skips none."""
+        """Lines that the reader has skipped in the current epoch; 0 for readers that never skip."""
         return int(getattr(self._reader, "bad_lines", 0))
 
     @property
     def first_bad(self) -> list[str]:
-        """What was wrong with the first of them."""
+        """Error messages of the first of them."""
         return list(getattr(self._reader, "first_bad", []))
 
     def _start(self) -> Position:
@@ -137,14 +137,14 @@ class Stream:
 
     def _skip_to(self, index: int) -> None:
         skip_to = getattr(self._reader, "skip_to", None)
-        if skip_to is not None and index > 0:  # other readers read what is done, and it is dropped
+        if skip_to is not None and index > 0:  # other readers read completed batches, which are dropped
             skip_to(index)
 
     def _check(self, batch: Batch, last: int) -> None:
-        # Numbers are all that keeps a batch from being trained on twice or never.
+        # Only these indices prevent a batch from being trained on twice or never.
         if batch.index % self._workers != self._worker or batch.index <= last:
             raise DataError(
                 f"{type(self._reader).__name__} handed out batch {batch.index} after {last} to worker"
-                f" {self._worker} of {self._workers}: expected growing indices that leave {self._worker}"
+                f" {self._worker} of {self._workers}: expected increasing indices that leave {self._worker}"
                 f" when divided by {self._workers}; see holdfast.Reader.split"
             )

@@ -1,9 +1,9 @@
-"""What every transport does: it carries messages between nodes, and promises nothing.
+"""The contract of every transport: it carries messages between nodes, and guarantees nothing.
 
-A message may be lost, repeated, late or out of order; a transport may do better, the protocol does not
-count on it. Nodes are machines that take a message or a tick with the time and put what they want to send
-into their ``outbox``: they know no clock and no socket, so that the same code runs on virtual time and on
-real machines.
+A message may be lost, duplicated, late or out of order; a transport may do better, but the protocol does not
+rely on it. Nodes are state machines: they process a message or a tick with the time, and put outgoing
+messages into their ``outbox``. They know no clock and no socket, so that the same code runs on virtual time
+and on real machines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Frame = NDArray[Any] | memoryview | bytes | bytearray
 
 
 class Envelope(Struct, frozen=True):
-    """A message on its way, with its arrays."""
+    """A message in transit, with its arrays."""
 
     source: Peer
     target: Peer
@@ -31,62 +31,62 @@ class Envelope(Struct, frozen=True):
     frames: Sequence[Frame] = ()
 
     def nbytes(self) -> int:
-        """Of the arrays."""
+        """Total size of the arrays in bytes."""
         return sum(memoryview(frame).nbytes for frame in self.frames)  # type: ignore[arg-type, misc]
 
 
 @dataclass(slots=True)
 class Counters:
-    """What has gone through a transport, and what has not."""
+    """Messages that a transport has carried and dropped."""
 
     sent: int = 0
     sent_bytes: int = 0
     received: int = 0
     received_bytes: int = 0
     malformed: int = 0
-    """Came in and was no message, or above the limits."""
+    """Received, but not a message, or above the limits."""
     damaged: int = 0
-    """Came in with a checksum that does not match."""
+    """Received with a checksum mismatch."""
     impostors: int = 0
-    """Came in from a node that claimed to be another than its connection proves."""
+    """Received from a node that claimed another identity than its connection proves."""
     other_job: int = 0
-    """Came in from another job."""
+    """Received from another job."""
     misdirected: int = 0
-    """Came in for another role or slot."""
+    """Received, but addressed to another role or slot."""
     unroutable: int = 0
-    """Not sent: nothing leads to that peer (any more)."""
+    """Not sent: there is no connection to that peer (any more)."""
     full: int = 0
-    """Not sent: too much waits for that peer already."""
+    """Not sent: the queue for that peer is full."""
     refused: int = 0
-    """Connections that failed the handshake: no key, a key that is not allowed, not ZeroMQ at all."""
+    """Connections that failed the handshake: no key, a key that is not allowed, or not ZeroMQ at all."""
     shed: int = 0
-    """Connections that were closed since too many had not proved who they are."""
+    """Connections closed because too many had not authenticated yet."""
 
     @property
     def dropped(self) -> int:
-        """Messages that came in and were not passed on."""
+        """Messages received and not passed on."""
         return self.malformed + self.damaged + self.impostors + self.other_job + self.misdirected
 
 
 class Node(Protocol):
-    """A machine of the protocol."""
+    """A state machine of the protocol."""
 
     me: Peer
     outbox: list[Envelope]
-    """What it wants to send; whoever runs it takes it out after every call."""
+    """Outgoing messages; the caller takes them out after every call."""
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Take one message; ``now`` in seconds of a clock that only goes forward."""
+        """Process one message; ``now`` is in seconds of a monotonic clock."""
 
     def tick(self, now: float) -> None:
-        """Look after what has waited too long; called several times a second."""
+        """Handle timeouts and retries; called several times a second."""
 
 
 def as_array(frame: Frame, dtype: np.dtype[Any] | type, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A frame as an array, without a copy; raises ValueError if its length is another.
+    """View a frame as an array, without a copy. Raises ValueError if its length does not match.
 
-    Nobody may write to it: some frames are read-only, and for a mixture of both kinds every loop would be
-    compiled again, in the midst of a job.
+    The array is read-only: some frames are, and for a mixture of both kinds Numba would compile every loop
+    a second time, in the middle of a job.
     """
     array = np.frombuffer(frame, dtype).reshape(shape)
     array.flags.writeable = False

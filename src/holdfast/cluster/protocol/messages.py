@@ -1,13 +1,13 @@
-"""The wire's values. A message is a small header and raw arrays (*frames*) that belong to it.
+"""The message types. A message is a small header and raw arrays (*frames*) that belong to it.
 
-Data goes between workers and servers: ``Pull`` → ``PulledRows``; ``Push`` (→ ``Pushed``, then ``Commit``) →
-``Pushed``. Control is of two kinds, and both say how things *are*, not what to do, so that one that is lost,
-repeated or late does no harm: a node's beat (``ServerBeat``, ``WorkerBeat``, ``LauncherBeat``) tells the
-supervisor where it stands, the supervisor's ``View`` tells a node how the job is to be. A node
-whose beat shows an old view gets the new one again. Only what a server has saved is asked for (``Collect`` →
-``Saved``), again and again until it is there.
+Data flows between workers and servers: ``Pull`` → ``PulledRows``; ``Push`` (→ ``Pushed``, then ``Commit``) →
+``Pushed``. Control messages describe state instead of giving orders, so a lost, duplicated or late one does
+no harm: a node's beat (``ServerBeat``, ``WorkerBeat``, ``LauncherBeat``) reports its state to the supervisor,
+the supervisor's ``View`` tells a node the desired state of the job. A node whose beat shows an old view is
+sent the new one again. The only exception is ``Collect`` → ``Saved``, a request for what a server has saved,
+which is retried until it is answered.
 
-What servers tell each other is in ``stripe_messages``; ``wire`` makes bytes of it all.
+Messages between servers are in ``stripe_messages``; ``wire`` encodes all of them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Role = Literal["server", "worker", "supervisor", "launcher"]
 
 
 class Peer(Struct, frozen=True, array_like=True):
-    """A node: which slot it fills, and the how-manieth process it is to fill it.
+    """A node: its slot, and its incarnation in that slot.
 
-    What an older incarnation of a slot sends no longer counts once a newer one is in the view.
+    Messages of an older incarnation no longer count once a newer one is in the view.
     """
 
     role: Role
@@ -34,7 +34,7 @@ class Peer(Struct, frozen=True, array_like=True):
 
 
 class Position(Struct, frozen=True, array_like=True, order=True):
-    """A batch: its epoch and its index in the stream; (0, -1) is before the first."""
+    """A batch: its epoch and its index in the stream; (0, -1) is before the first batch."""
 
     epoch: int = 0
     index: int = -1
@@ -44,84 +44,83 @@ START = Position()
 
 
 class Part(Struct, frozen=True, array_like=True):
-    """Some rows of one group; the frames hold their places at the server (uint32) and their values."""
+    """Some rows of one group; frames: their places at the server (uint32) and their values."""
 
     group: int
     rows: int
 
 
 class Pull(Struct, frozen=True, array_like=True, tag="pull"):
-    """Worker → server: the weights of these rows. Frames: each part's places. Asking twice does no harm."""
+    """Worker → server: request the weights of these rows. Frames: each part's places. Idempotent."""
 
     request: int
     parts: tuple[Part, ...]
     after: int = 0
-    """The worker's push that they must contain: the server waits for it, if it is still on its way."""
+    """A push of this worker that the rows must contain; the server waits until it has applied it."""
 
 
 class PulledRows(Struct, frozen=True, array_like=True, tag="rows"):
-    """The answer. Frames: each part's weights, float32 [rows, dim].
+    """The answer to ``Pull``. Frames: each part's weights, float32 [rows, dim].
 
-    ``not_installed`` names groups whose first values have not come yet: of those there is no frame.
+    ``not_installed`` lists groups whose initial values have not arrived yet; they have no frame.
     """
 
     request: int
     parts: tuple[Part, ...]
     not_installed: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
-    """Where workers have the only copies of the network, and it is among the rows: the newest push of each
-    worker that they contain."""
+    """Where only workers have copies of the network, and the rows include it: each worker's newest push that
+    the rows contain."""
 
 
 class Install(Struct, frozen=True, array_like=True, tag="install"):
-    """Worker → server: first values of a group. Frames: places, weights. Only the first one counts.
+    """Worker → server: initial values of a group. Frames: places, weights. Only the first message counts.
 
-    A server that takes over from one whose network
-    only workers have copies of takes the newest copy (see
+    If only workers have copies of the network, the replacement of a server uses the newest copy (see
     ``server.initial_values``).
     """
 
     parts: tuple[Part, ...]
     marks: tuple[int, ...] = ()
-    """A copy of the network: the newest push of each worker that it contains; …"""
+    """For a copy of the network: each worker's newest push that it contains."""
     pushed: int = 0
-    """… the sender's own one if it contains that, too, though the server had not applied it yet."""
+    """The sender's own newest push, if the copy contains it although the server had not applied it yet."""
     kept: int = 0
-    """The sender's newest push that it can no longer send again."""
+    """The sender's newest push that it can no longer resend."""
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """Worker → server: a server can only speak to whom it has heard, and it may have to ask something."""
+    """Worker → server: a server can only send to workers it has heard from, and may have to ask something."""
 
 
 class Lacks(Struct, frozen=True, array_like=True, tag="lacks"):
-    """Server → worker, unasked: only workers can have the values of these groups. The answer is ``Install``
-    or ``NoCopy``."""
+    """Server → worker, unsolicited: only workers can have the values of these groups. The answer is
+    ``Install`` or ``NoCopy``."""
 
     groups: tuple[int, ...]
 
 
 class NoCopy(Struct, frozen=True, array_like=True, tag="no_copy"):
-    """Worker → server: the answer to ``Lacks`` of a worker that has no such values."""
+    """Worker → server: the answer to ``Lacks`` from a worker without such values."""
 
     kept: int = 0
     """As in ``Install``."""
 
 
 class AskKept(Struct, frozen=True, array_like=True, tag="ask_kept"):
-    """Server → worker, unasked: which pushes can you still send again? The answer is ``CanResend``."""
+    """Server → worker, unsolicited: which pushes can you still resend? The answer is ``CanResend``."""
 
 
 class CanResend(Struct, frozen=True, array_like=True, tag="can_resend"):
-    """Worker → server: all pushes behind this one."""
+    """Worker → server: the sender can resend all pushes after ``kept``."""
 
     kept: int
 
 
 class Push(Struct, frozen=True, array_like=True, tag="push"):
-    """Worker → server: the gradients of a batch. Frames: for each part places (all different), gradients.
+    """Worker → server: the gradients of a batch. Frames: for each part places (all distinct), gradients.
 
-    ``sequence`` counts a worker's batches from 1. With ``stage`` the server keeps the gradients and applies
+    ``sequence`` numbers a worker's pushes from 1. With ``stage`` the server stores the gradients and applies
     them at ``Commit``.
     """
 
@@ -131,7 +130,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     parts: tuple[Part, ...]
     stage: bool = False
     returns: int = -1
-    """The group of which the answer is to hold the new weights; -1: none. They save a pull."""
+    """The group whose new weights the answer should include, which saves a pull; -1: none."""
 
 
 class Commit(Struct, frozen=True, array_like=True, tag="commit"):
@@ -141,21 +140,21 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
 
 
 class Pushed(Struct, frozen=True, array_like=True, tag="pushed"):
-    """The answer to ``Push`` and ``Commit``. Frame, if it has rows: their new weights, or those that a push
-    which is only staged will leave."""
+    """The answer to ``Push`` and ``Commit``. Frame, if ``rows`` > 0: their new weights; for a staged push,
+    the weights that it will produce."""
 
     sequence: int
     applied: bool
-    """False: staged only."""
+    """False: only staged."""
     kept: int = 0
-    """The newest push of this worker that no failure which the code covers can undo."""
+    """This worker's newest kept push: no failure that the code covers can undo it."""
     rows: int = 0
     marks: tuple[int, ...] = ()
-    """As in ``PulledRows``. The rows of a push that is only staged contain that one, too."""
+    """As in ``PulledRows``. The rows of a staged push contain that push, too."""
 
 
 class Kept(Struct, frozen=True, array_like=True, tag="kept"):
-    """Server → worker, unasked: what ``Pushed.kept`` would say now."""
+    """Server → worker, unsolicited: the current value of ``Pushed.kept``."""
 
     sequence: int
 
@@ -163,9 +162,10 @@ class Kept(Struct, frozen=True, array_like=True, tag="kept"):
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     """The answer to a message that does not count.
 
-    "stale": the sender has been replaced, or means a server that has been. "not staged": a commit of what is
-    not here, send it again. "not installed": a push to rows whose first values have not come, as happens to a
-    server that was replaced. "gap": a push before it is missing. "malformed": not what the plan says.
+    "stale": the sender, or the addressed server, has been replaced. "not staged": a commit of a push that is
+    not staged here; send the push again. "not installed": a push to rows whose initial values have not
+    arrived, which happens to a replacement. "gap": an earlier push is missing. "malformed": the message does
+    not match the plan.
     """
 
     reason: Literal["stale", "not staged", "not installed", "gap", "malformed"]
@@ -174,121 +174,121 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Relay(Struct, frozen=True, array_like=True, tag="relay"):
-    """Worker or server → server → server or worker: a message whose sender cannot reach its target directly
-    (see ``routes``). Frames: the message's."""
+    """Worker or server → server → server or worker: a message on a detour, as its sender cannot reach the
+    target directly (see ``routes``). Frames: those of the message."""
 
     header: bytes
-    """As ``wire`` encodes it, with source and target."""
+    """The header of the message as ``wire`` encodes it, with source and target."""
 
 
 class WorkerMark(Struct, frozen=True, array_like=True):
-    """What a server knows of a worker's pushes."""
+    """A server's state of one worker's pushes."""
 
     slot: int
     incarnation: int = 0
     sequence: int = 0
-    """The last one that was applied."""
+    """The last applied push."""
     batch: Position = Position()
-    """Which batch that was."""
+    """The batch of that push."""
     samples: int = 0
-    """Of all batches that were applied."""
+    """Total samples of all applied pushes."""
     staged: int = 0
-    """The one that waits for its commit; 0: none."""
+    """The push that waits for its commit; 0: none."""
     kept: int = 0
-    """The last one that no failure which the code covers can undo."""
+    """The last kept push: no failure that the code covers can undo it."""
     contained: int = 0
-    """The last one that is in the server's rows of the network, where it took those from a worker."""
+    """The last push in the server's rows of the network, if it got those from a worker."""
 
 
 class Instant(Struct, frozen=True, array_like=True):
-    """How far a server had come when it made a flush."""
+    """A server's state when it made a flush."""
 
     flush: int = 0
     marks: tuple[WorkerMark, ...] = ()
-    """The pushes that are in this flush or before it."""
+    """The pushes contained in this flush and earlier ones."""
     installed: tuple[int, ...] = ()
-    """The groups that have their first values."""
+    """The groups that have their initial values."""
 
 
 class LaneState(Struct, frozen=True, array_like=True):
-    """How far a lane has come."""
+    """The state of a lane at its parity server."""
 
     slot: int
-    """The owner's."""
+    """The owner's slot."""
     incarnation: int
     now: Instant = Instant()
     first: Instant = Instant()
-    """The oldest that it could go back to."""
+    """The oldest instant that the lane can be undone to."""
 
 
 class Redundancy(Struct, frozen=True, array_like=True):
-    """What a server still has to bring back."""
+    """A server's missing records, and its recovery so far."""
 
     rows: int = 0
-    """Rows that it lacks, and how many it recovered."""
+    """Missing rows, and rows recovered so far."""
     recovered: int = 0
     parities: int = 0
-    """Parity records that it lacks, and how many it rebuilt."""
+    """Missing parities, and parities rebuilt so far."""
     rebuilt: int = 0
     lost: str = ""
-    """Rows that cannot be recovered."""
+    """A description of rows that cannot be recovered."""
     scrubbed: int = 0
-    """Stripes that were checked, found wrong, and put right."""
+    """Stripes checked, found wrong, and repaired."""
     wrong: int = 0
     repaired: int = 0
     compared: int = 0
-    """Rows that were compared with the dead server's memory (see ``witness``), and those that differ."""
+    """Rows compared with the dead server's memory (see ``witness``), and those that differ."""
     unequal: int = 0
     went_back: int = 0
-    """Rows that were lost and went back to what was last saved of them, …"""
+    """Rows that were lost and went back to their last saved values."""
     version: int = -1
-    """… the version that they went back to (0: first values; -1: none did), …"""
+    """The version that they went back to; 0: initial values, -1: no row went back."""
     version_samples: int = 0
-    """… and the samples that the job had been trained on by then."""
+    """Samples that the job had trained on at that version."""
     not_installed: int = 0
-    """Rows whose first values have not come; if the server took over, ``rows`` counts them, too."""
+    """Rows whose initial values have not arrived; in a replacement, ``rows`` includes them."""
     network_lost: bool = False
-    """Whether rows of the network are lost that only workers had copies of, or that no version has."""
+    """Whether rows of the network are lost of which only workers had copies, or which no version contains."""
     updates_lost: int = 0
-    """Pushes that the network lacks for good: the worker that had the only newer copy died, too."""
+    """Pushes that the network lacks for good: the worker with the only newer copy died, too."""
     updates_ahead: int = 0
-    """Pushes that the network contains and that do not count yet: their workers will send them again."""
+    """Pushes that the network contains before they count: their workers will resend them."""
 
 
 class Figures(Struct, frozen=True, array_like=True):
-    """What the live view shows of a node; counts are of this incarnation."""
+    """Metrics of a node for the live view; counts are of this incarnation."""
 
     samples: int = 0
     steps: int = 0
     loss: float = 0.0
     progress: float = 0.0
-    """Of this worker's part of the run, 0 to 1."""
+    """Completed part of this worker's batches, 0 to 1."""
     rows: int = 0
     """Rows that a server holds."""
     bytes_in: int = 0
     bytes_out: int = 0
     memory_bytes: int = 0
     cpu_seconds: tuple[tuple[str, float], ...] = ()
-    """Processor time by part of the work."""
+    """Processor time by kind of work."""
     dropped: int = 0
-    """Messages that came in and did not count: malformed, damaged, or not from who may send them."""
+    """Messages received and dropped: malformed, damaged, or from a sender that may not send them."""
     bad_lines: int = 0
-    """Lines of the data that a worker has skipped."""
+    """Lines of the data that a worker skipped."""
     stepped_at: float = 0.0
     """When all servers had applied a worker's last push, by its machine's monotonic clock."""
     digest: str = ""
-    """Servers, once the job is over: a checksum over all records."""
+    """For servers, after the job has ended: a checksum of all records."""
 
 
 class Evaluation(Struct, frozen=True, array_like=True):
-    """How a worker's test came out."""
+    """The result of a worker's test."""
 
     number: int
     auc: float
     log_loss: float
     samples: int
     step: int = 0
-    """Of the job when the test was asked for; the supervisor adds it."""
+    """The job's step when the test was requested; the supervisor adds it."""
 
 
 class ViewNumber(Struct, frozen=True, array_like=True, order=True):
@@ -300,45 +300,45 @@ class ViewNumber(Struct, frozen=True, array_like=True, order=True):
 
 
 class Exit(Struct, frozen=True, array_like=True):
-    """A process that ended: with an exit code, or by a signal (negative)."""
+    """A process that ended: an exit code, or a negative signal number."""
 
     peer: Peer
     code: int
 
 
 class ServerBeat(Struct, frozen=True, array_like=True, tag="server_beat"):
-    """Server → supervisor, every so often and at every change: where it stands."""
+    """Server → supervisor, periodically and on every change: its state."""
 
     state: Literal["restoring", "ready", "failed"]
     view: ViewNumber
-    """The newest that it has seen."""
+    """The newest view it has seen."""
     endpoint: str = ""
-    """Where it listens."""
+    """The address it listens on."""
     marks: tuple[WorkerMark, ...] = ()
-    """Of every worker."""
+    """One for each worker."""
     stuck_on: tuple[int, ...] = ()
-    """Servers that have not answered for long."""
+    """Servers that have not answered for a long time."""
     cut: int = 0
-    """The newest version of which the rows are copied."""
+    """The newest version whose rows are copied."""
     saved: int = 0
-    """The newest version of which the files are durable, or could not be written."""
+    """The newest version whose files are durable, or could not be written."""
     started: ViewNumber = ViewNumber()
-    """The view by which this incarnation took its slot over; before that its marks mean nothing."""
+    """The view in which this incarnation took over its slot; before that, its marks are meaningless."""
     lanes: tuple[LaneState, ...] = ()
-    """How far the lanes came whose owners are gone and have no successor yet."""
+    """State of the lanes whose owners are dead and have no replacement yet."""
     redundancy: Redundancy = Redundancy()
     error: str = ""
     figures: Figures = Figures()
 
 
 class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker_beat"):
-    """Worker → supervisor: the same."""
+    """Worker → supervisor, periodically and on every change: its state."""
 
     state: Literal["ready", "working", "held", "done", "failed"]
     view: ViewNumber
     endpoint: str = ""
     batch: Position = Position()
-    """The last one that all servers have applied."""
+    """The last batch that all servers have applied."""
     sequence: int = 0
     stuck_on: tuple[int, ...] = ()
     tested: Evaluation | None = None
@@ -347,19 +347,19 @@ class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker_beat"):
 
 
 class LauncherBeat(Struct, frozen=True, array_like=True, tag="launcher_beat"):
-    """Launcher → supervisor: what it wants, and which processes have ended."""
+    """Launcher → supervisor: the requested state, and which processes have ended."""
 
     state: Literal["ready", "held", "done"]
-    """Held: workers are to finish their batch and wait. Done: the job is to end."""
+    """Held: workers should finish their batch and wait. Done: the job should end."""
     view: ViewNumber
     exited: tuple[Exit, ...] = ()
 
 
 class ServerInView(Struct, frozen=True, array_like=True):
-    """A server as the others are to see it.
+    """A server's entry in a view.
 
-    A new incarnation takes its slot over once ``starts`` is set: all servers have refused the old one from
-    then on, and agree on its last flush that counts.
+    A new incarnation takes over its slot once ``starts`` is set: from then on all servers refuse the old one,
+    and agree on its last flush that counts.
     """
 
     slot: int
@@ -367,58 +367,58 @@ class ServerInView(Struct, frozen=True, array_like=True):
     endpoint: str = ""
     starts: bool = False
     since: ViewNumber = ViewNumber()
-    """The first view in which it was."""
+    """The first view that contained it."""
     counts_until: Instant | None = None
-    """What the last incarnation did up to then counts; None: that is not decided yet."""
+    """Everything that the last incarnation did up to then counts; None: not decided yet."""
 
 
 class WorkerInView(Struct, frozen=True, array_like=True):
-    """A worker as the others are to see it.
+    """A worker's entry in a view.
 
-    A new incarnation starts once ``starts`` is set: all servers have refused the old one from then on, and
-    what it left half done is settled. ``settle`` is that: staged pushes up to this sequence are applied,
-    later ones dropped.
+    A new incarnation starts once ``starts`` is set: from then on all servers refuse the old one, and its
+    unfinished pushes are settled. ``settle`` decides these: staged pushes up to this sequence are applied,
+    later ones are dropped.
     """
 
     slot: int
     incarnation: int
     starts: bool = False
     sequence: int = 0
-    """The last one that counts: the worker goes on behind it."""
+    """The last push that counts: the worker resumes after it."""
     batch: Position = Position()
     settle: int = -1
     """-1: nothing to settle yet."""
     owes: int = 0
-    """The last one that some server has, in whatever way: the worker does all up to this one before it holds
-    or ends."""
+    """The last push that any server has, in whatever state: the worker completes all pushes up to this one
+    before it holds or ends."""
     test: int = 0
-    """The number of the newest test that it is to run."""
+    """The number of the newest test that it should run."""
 
 
 class View(Struct, frozen=True, array_like=True, tag="view"):
-    """Supervisor → node: how the job is to be."""
+    """Supervisor → node: the desired state of the job."""
 
     number: ViewNumber
     phase: Literal["starting", "running", "holding", "ending", "stopping"]
-    """Holding: workers finish their batch and wait. Ending: they finish it and are done."""
+    """Holding: workers finish their batch and wait. Ending: they finish it and stop."""
     servers: tuple[ServerInView, ...] = ()
     workers: tuple[WorkerInView, ...] = ()
     cut: int = 0
-    """The version that servers are to copy; a new one is set only while all workers hold."""
+    """The version whose rows servers should copy; it changes only while all workers hold."""
     baseline: bool = False
-    """Whether that version is to hold all rows, …"""
+    """Whether that version should hold all rows."""
     whole: bool = True
-    """… or all that have changed, not those alone that are to be saved first."""
+    """Whether an increment should hold all changed rows, instead of only those with priority."""
     committed: int = 0
-    """The newest version that exists: what was marked as changed for it need not be saved again."""
+    """The newest version that exists: rows marked as changed for it need not be saved again."""
     tidied: int = 0
-    """The newest version behind which files that were rearranged have taken the place of others."""
+    """The newest version after which rearranged files have replaced older ones."""
 
 
 class Collect(Struct, frozen=True, array_like=True, tag="collect"):
-    """Supervisor → server: what must the manifest say of your files? Sent again until it is answered.
+    """Supervisor → server: report your files for the manifest. Sent again until answered.
 
-    ``tidy`` asks for what comes after a version: it exists, now rearrange files and say which.
+    With ``tidy``: the version exists; rearrange files and report the changes.
     """
 
     version: int
@@ -426,23 +426,24 @@ class Collect(Struct, frozen=True, array_like=True, tag="collect"):
 
 
 class Saved(Struct, frozen=True, array_like=True, tag="saved"):
-    """The answer. Frames, where the network's rows do not go to files: this server's, as they were copied."""
+    """The answer to ``Collect``. Frames, if the network's rows are not saved to files: this server's, as
+    copied."""
 
     version: int
     tidy: bool
     change: bytes
-    """JSON of what changes in the store (see ``saving.FileNote``)."""
+    """The changes to the store, as JSON (see ``saving.FileNote``)."""
     error: str = ""
     seconds: float = 0.0
-    """That writing took."""
+    """Time that writing took."""
     live_bytes: int = 0
-    """That a restore reads of this server's files, beyond the full version."""
+    """Bytes of this server's files that a restore reads, beyond the full version."""
     kind: str = ""
-    """Of the error (see ``report.result.REASONS``)."""
+    """Kind of the error (see ``report.result.REASONS``)."""
 
 
 class NodeStatus(Struct, frozen=True, array_like=True):
-    """A node as the live view shows it."""
+    """A node's entry in the live view."""
 
     peer: Peer
     state: str
@@ -452,26 +453,26 @@ class NodeStatus(Struct, frozen=True, array_like=True):
 
 
 class Happening(Struct, frozen=True, array_like=True):
-    """An event of the run's log, for those who watch."""
+    """An event of the run log, for the live view."""
 
     at: float
-    """Unix seconds."""
+    """Unix time in seconds."""
     event: str
     figures: dict[str, Any] = {}
 
 
 class SaveFailure(Struct, frozen=True, array_like=True):
-    """Checkpoints that could not be saved, all for the same cause."""
+    """Checkpoints that could not be saved, all for the same reason."""
 
     why: str
-    """A sentence, with what helps."""
+    """The reason and its remedy, as a sentence."""
     kind: str = ""
     """"full", "locked", "denied", "unreachable", or "" for anything else."""
     count: int = 0
 
 
 class Status(Struct, frozen=True, array_like=True, tag="status"):
-    """Supervisor → launcher: how the job is getting on."""
+    """Supervisor → launcher: progress of the job."""
 
     phase: str
     steps: int
@@ -482,19 +483,19 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     versions: tuple[int, ...] = ()
     """Checkpoints that this job has saved."""
     save_failures: tuple[SaveFailure, ...] = ()
-    """Why others could not be."""
+    """Why other checkpoints could not be saved."""
     replaced: int = 0
     """Workers that died and were replaced."""
     finished: bool = False
     failure: tuple[str, Peer, str] | None = None
-    """What kind, who, and how."""
+    """The kind of failure, the node, and the details."""
     happened: tuple[Happening, ...] = ()
-    """The last few events, so that one report may be lost."""
+    """The last few events, repeated in case a report is lost."""
     degraded: bool = False
-    """Whether rows or parities are lacking."""
+    """Whether any server lacks rows or parities."""
     unsaved: bool = False
-    """Whether the last version that was to be saved was not."""
+    """Whether the last version that was due could not be saved."""
     last_version: int = 0
-    """That the job can go on from, this run's or an earlier one's; 0: none."""
+    """The version that the job can resume from, this run's or an earlier one's; 0: none."""
     saved_steps: int = 0
-    """Batches that are in it."""
+    """Steps contained in that version."""

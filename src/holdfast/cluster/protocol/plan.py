@@ -1,4 +1,4 @@
-"""What all nodes of a job agree on before it starts. It never changes while the job runs."""
+"""The plan of a job, which all nodes share. It never changes while the job runs."""
 
 from __future__ import annotations
 
@@ -15,96 +15,96 @@ from holdfast.training.saving import CheckpointConfig
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """How long nodes wait for each other."""
+    """Timeouts and intervals of the protocol."""
 
     beat_seconds: float = 0.25
-    """Between two signs of life."""
+    """Interval between two beats."""
     silent_seconds: float = 10.0
-    """A node that has given none for so long is taken for dead."""
+    """A node that sends no beat for this long is declared dead."""
     start_seconds: float = 180.0
-    """A process that was started has so long to give its first: it may have to compile its loops before."""
+    """Timeout for the first beat of a new process, which may have to compile its loops first."""
     retry_seconds: float = 1.0
-    """Before a message that was not answered is sent again; doubled each time."""
+    """Timeout before an unanswered message is sent again; doubled each time."""
     stuck_seconds: float = 10.0
-    """A worker or server that has waited so long for a server reports it."""
+    """A worker or server that has waited this long for a server reports it."""
     hopeless_seconds: float = 300.0
-    """If servers lack rows or cannot reach each other, and for so long nothing comes back and no batch
-    counts, the job goes back to its checkpoint. Longer than a process may take to start."""
+    """If servers lack rows or cannot reach each other, and for this long nothing is recovered and no batch
+    counts, the job restarts from its checkpoint. Longer than a process may take to start."""
 
 
 CHUNK_BYTES = 1 << 20
-"""Of records that are recovered at a time, if nobody says how many rows."""
+"""Bytes recovered at a time, unless ``chunk_rows`` is set."""
 
 
 class LaneOptions(Struct, frozen=True, kw_only=True):
-    """How changes go to parity servers, and how what is lost comes back."""
+    """Options of lanes to parity servers, and of recovery."""
 
     pushes: int = 32
-    """A server tells parity servers of its changes after so many pushes, whoever's they are, …"""
+    """A server flushes its changes to parity servers after this many pushes, of any workers, …"""
     seconds: float = 4.0
-    """… or after so long, …"""
+    """… or after this long, …"""
     idle_seconds: float = 0.5
-    """… or when nothing was pushed for so long, …"""
+    """… or when no push arrived for this long, …"""
     most_bytes: int = 32 << 20
-    """… or when changes have so many bytes. What is more by itself goes in several messages: the transport
-    takes no larger ones than 256 MB."""
+    """… or when changes have this many bytes. A larger flush is split into several messages: the transport
+    accepts at most 256 MB."""
     window: int = 32
-    """How many pushes of a worker may be waiting for that; after half of them parity servers are told."""
+    """How many pushes of a worker may wait for a flush; half of them trigger one."""
     chunk_rows: int | None = None
-    """Rows that are recovered at a time behind the training's back; None: see ``chunk``."""
+    """Rows recovered at a time in the background; None: see ``chunk``."""
     share: float = 0.2
-    """How much of the time the recovery behind its back may take; 1: as fast as it can. With a fifth,
-    training keeps nine tenths of its speed though recovery takes the processors from workers."""
+    """The share of time that background recovery may use; 1: as fast as possible. With a fifth, training
+    keeps nine tenths of its speed although recovery takes processors from workers."""
     scrub_seconds: float = 0.0
-    """How long checking all stripes is to take, over and over; 0: they are not checked."""
+    """Period in which scrubbing checks all stripes, over and over; 0: no scrubbing."""
 
     def chunk(self, words: int) -> int:
-        """How many records of so many words are recovered at a time: fewer would cost more messages, more
-        would keep those waiting for longer that somebody needs at once."""
+        """How many records of this many words to recover at a time. Fewer would cost more messages; more
+        would delay records that are needed at once."""
         return self.chunk_rows or max(1, CHUNK_BYTES // (4 * words))
 
 
 class NetworkPart(Struct, frozen=True):
-    """Where a parameter lies in the network's flat vector."""
+    """The position of a parameter in the network's flat vector."""
 
     name: str
-    """As the single-process model's ``state_dict`` calls it: "network.top.0.weight"."""
+    """Its key in the single-process model's ``state_dict``: "network.top.0.weight"."""
     first: int
     shape: tuple[int, ...]
 
 
 class SavePlan(Struct, frozen=True, kw_only=True):
-    """How a job's state looks in a store."""
+    """How to save a job to a store."""
 
     config: CheckpointConfig
     table_optimizer: str = "optim"
-    """The object that the tables' optimizer state belongs to."""
+    """The object that holds the optimizer state of the tables."""
     parts: tuple[NetworkPart, ...] = ()
     template: bytes = b""
-    """The dense part of a version with places for what training changes (see ``saving.layout``). Without it,
-    the last group is stored like all others."""
+    """The dense state of a version, with placeholders for what training changes (see ``saving.layout``).
+    Without it, the last group is stored like all others."""
 
 
 class Resume(Struct, frozen=True, kw_only=True):
-    """The version that a job goes on from."""
+    """The version that a job resumes from."""
 
     version: int
     steps: int
-    """Batches that count already, and their samples."""
+    """Batches that already count, and their samples."""
     samples: int = 0
     layouts: tuple[Layout, ...] = ()
-    """Which batches those are."""
+    """Which batches these are."""
     restores: int = 0
     same_servers: bool = False
     """Whether each server finds all of its rows in files of its own slot."""
     continues: bool = False
-    """Whether the next version may hold only what has changed since."""
+    """Whether the next version may be an increment."""
     problems: tuple[str, ...] = ()
-    """Why newer versions were passed over."""
+    """Why newer versions were skipped."""
 
 
-class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what is computed once
-    """A job's shape."""
+class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached properties
+    """The shape and the options of a job."""
 
     job: str
     """A random name."""
@@ -115,33 +115,33 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
     workers: int
     k: int = 1
     r: int = 0
-    """Data and parity records of a stripe of the tables' rows; r = 0: nothing protects them."""
+    """Members and parities of a stripe of the tables' rows; r = 0: not protected."""
     rings: int = 1
-    """Rings of servers that keep stripes of their own."""
+    """Number of rings of servers with separate stripes."""
     dense: Literal["replicate", "workers", "none"] = "none"
-    """What becomes of the network's rows if servers are protected: as many copies as rows of tables have
-    parities, or what a worker used last, or nothing."""
+    """How the network's rows are protected if servers are: as many copies as rows of tables have parities, or
+    the workers' copies, or not at all."""
     lanes: LaneOptions = LaneOptions()
     partial: Literal["", "partial", "full"] = ""
-    """What becomes of the tables' rows if nothing protects them in memory: "partial" puts a dead server's
-    back to what was last saved, "full" those of all servers; otherwise the job ends."""
+    """What happens to the tables' rows of a dead server without parities: "partial" restores that server's
+    rows from their last saved values, "full" those of all servers; otherwise the job ends."""
     server_processors: tuple[int, ...] = ()
-    """Processors that servers have for themselves, and workers have not; none: all share all."""
+    """Processors reserved for servers; empty: servers and workers share all."""
     beyond: Literal["job", "rows"] = "job"
-    """What goes back to what was last saved if more servers die than a code covers: everything, or only rows
-    that are lost."""
+    """What goes back to its last saved values if more servers die than the code covers: everything, or only
+    the lost rows."""
     partial_reason: str = ""
-    """Why it is the one or the other."""
+    """Why ``partial`` has its value."""
     compare_recovered: bool = False
-    """Whether what is recovered is compared with what the dead server's memory held (see ``witness``)."""
+    """Whether to compare recovered rows with the dead server's memory (see ``witness``)."""
     atomic: bool = False
-    """Whether a batch counts at all servers or at none (two phases)."""
+    """Whether a batch counts at all servers or at none (two-phase commit)."""
     staleness: int = 1
-    """How many of its own batches the tables' rows that a worker uses may lack: 1 lets it pull the next
-    batch's while it computes; 0 is synchronous. The network's rows lack none."""
+    """How many of a worker's own updates may be missing from the tables' rows it reads: 1 lets it pull the
+    next batch's rows while it computes; 0 is synchronous. The network's rows lack none."""
     timing: Timing = Timing()
     most_deaths: int = 4
-    """A worker that dies more often than this without finishing a batch in between ends the job."""
+    """If a worker dies more often than this without finishing a batch in between, the job ends."""
     saving: SavePlan | None = None
     resume: Resume | None = None
     training: dict[str, Any] = {}
@@ -152,20 +152,20 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
 
     @cached_property
     def first_installed(self) -> tuple[int, ...]:
-        """Groups whose rows have values before anybody pushes: those that draw them, and all of a job that
-        goes on from a version."""
+        """Groups whose rows have values before the first push: those that draw them; when resuming from a
+        version, all groups."""
         resumed = self.resume is not None
         return tuple(g for g, group in enumerate(self.groups) if resumed or group.initial == "uniform")
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the tables' rows lie."""
+        """The placement of the tables' rows."""
         return Placement(self.servers, self.k, self.r, self.rings)
 
     @cached_property
     def neighbours(self) -> tuple[frozenset[int], ...]:
-        """Of each server, those that it is connected to: those that it has stripes in common with, and the
-        two beside it, so that there is a way round a broken link without a code, too."""
+        """For each server, the servers it connects to: those that share stripes with it, and the two next to
+        it, so that detours around a broken link exist without a code, too."""
         coded = [placement for placement in self.placements if placement.r]
         found = []
         for slot in range(self.servers):
@@ -176,7 +176,7 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # a dict for what 
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """Where the rows of each group lie."""
+        """The placement of each group's rows."""
         copies = self.r if self.dense == "replicate" else 0
         network = Placement(self.servers, 1, copies, self.rings if copies else 1)
         return (*[self.placement] * (len(self.groups) - 1), network)

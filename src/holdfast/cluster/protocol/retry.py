@@ -1,4 +1,4 @@
-"""When to ask again for what has not been answered."""
+"""Timer for retries of unanswered requests."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Retry:
-    """A timer that is due at once, and then ``seconds`` after each time.
+    """A timer that is due at once, and then ``seconds`` after each attempt.
 
-    With a ``factor``, each wait is that many times as long as the one before: a peer that is slow is not
-    given ever more to do.
+    With a ``factor``, each wait is that many times as long as the previous one (exponential backoff), so as
+    not to overload a slow peer.
     """
 
     seconds: float
     factor: float = 1.0
     due: float = -math.inf
-    """When to ask again."""
+    """Time of the next attempt."""
     _wait: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._wait = self.seconds
 
     def is_due(self, now: float) -> bool:
-        """Whether to ask again."""
+        """Whether to send the request again."""
         return now >= self.due
 
     def begin(self, now: float) -> None:
-        """Asked for the first time."""
+        """Note the first attempt, and reset the backoff."""
         self._wait = self.seconds
         self.due = now + self._wait
 
     def again(self, now: float) -> None:
-        """Asked once more."""
+        """Note another attempt, and back off."""
         self._wait *= self.factor
         self.due = now + self._wait
 
     def ease(self, now: float) -> None:
-        """Part of the answer has come: ask sooner again, though not sooner than at first."""
+        """Note a partial answer: back off less, but not below ``seconds``."""
         self._wait = max(self.seconds, self._wait / self.factor)
         self.due = now + self._wait

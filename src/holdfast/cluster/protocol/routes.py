@@ -1,9 +1,9 @@
-"""Ways round broken links: what does not reach a server directly goes through another server.
+"""Detours around broken links: messages that do not reach a server directly go through another server.
 
 A link between two processes may fail, in one direction or in both, while each of them reaches everybody else.
-Replacing one of them would not help if the next process is behind the same link. So whoever asks again and
-again without an answer sends by way of another server, by turns, until an answer comes; and what came by way
-of a server is answered by way of it. From time to time the direct way is tried again.
+Replacing one of them would not help if its replacement is behind the same link. So a node whose retries stay
+unanswered sends through other servers, in turn, until an answer arrives. Messages that arrive on a detour
+are answered on the same detour. From time to time the direct link is tried again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.wire import Header, decode, encode
 
 _DOUBTS = 2
-"""Questions without an answer before another way is tried: the first may just be lost or late."""
+"""Unanswered requests before a detour is tried: the first may just be lost or late."""
 _DETOUR_STUCKS = 6.0
-"""How long a detour is taken, in units of ``stuck_seconds``."""
+"""Duration of a detour, in units of ``stuck_seconds``."""
 
 
 @dataclass(slots=True)
@@ -30,50 +30,50 @@ class _Way:
     doubted: float = -math.inf
     turn: int = 0
     relay: int | None = None
-    """The server that messages go through; None: they go directly."""
+    """The server that relays messages; None: they go directly."""
     until: float = 0.0
     chosen: bool = False
-    """Whether this node has chosen the detour; otherwise it answers as it was spoken to."""
+    """Whether this node chose the detour; otherwise it follows the detour of the messages it received."""
     proven: bool = False
-    """Whether something has come back on it; until then messages go both ways."""
+    """Whether an answer has arrived on it; until then messages are sent both ways."""
 
 
 class Routes:
-    """The ways from one node to servers and workers.
+    """The routes from one node to servers and workers.
 
     Args:
         me: the node.
-        plan: the job's.
-        servers: the servers that are there now.
+        plan: the job's plan.
+        servers: returns the servers in the current view.
     """
 
     def __init__(self, me: Peer, plan: JobPlan, servers: Callable[[], Sequence[Peer]]) -> None:
         self._me, self._plan, self._servers = me, plan, servers
         self._ways: dict[tuple[str, int], _Way] = {}
         self._heard: dict[tuple[str, int], float] = {}
-        """When something came last without a detour."""
+        """When a message last arrived directly."""
         self._detours = 0
-        """Ways that lead through a server: usually there is none."""
+        """Number of current detours; usually 0."""
 
     def doubt(self, target: Peer, now: float) -> None:
-        """Something was asked again: it may not have arrived, or its answer has not."""
+        """Note a retry: the request, or its answer, may be lost."""
         way = self._way(target)
         if now < way.doubted + self._plan.timing.retry_seconds:
-            return  # several questions at once are one
+            return  # simultaneous retries count as one
         way.doubted = now
         way.doubts += 1
         if way.doubts < _DOUBTS:
             return
         choices = [*self._relays(target), None]
-        # Those who come after this one do not begin with a way that led nowhere for it.
+        # Replacements of this node must not begin with a relay that did not work for it.
         at = way.turn + self._me.slot + self._me.incarnation
         self._take(way, choices[at % len(choices)], now)
         way.chosen = True
         way.turn += 1
-        way.doubts = _DOUBTS - 1  # if this one is no good either, the next is tried
+        way.doubts = _DOUBTS - 1  # if this one fails too, the next doubt tries another
 
     def _relays(self, target: Peer) -> list[int]:
-        """Servers that could pass messages on: those that are connected to both ends, if they are servers."""
+        """Servers that can relay messages: they must be neighbours of both ends that are servers."""
         slots = [peer.slot for peer in self._servers() if peer not in (self._me, target)]
         for end in (self._me, target):
             if end.role == "server":
@@ -81,19 +81,19 @@ class Routes:
         return slots
 
     def trust(self, source: Peer, now: float) -> None:
-        """Something was answered: the way is good."""
+        """Note an answer: the route works."""
         key = source.role, source.slot
         if self._ways and (way := self._ways.get(key)) is not None:
             way.doubts = 0
             if way.chosen and way.relay is not None and self._heard.get(key) == now:
-                self._take(way, None, now)  # it has come directly, both there and back
+                self._take(way, None, now)  # request and answer both went directly
 
     def came_directly(self, source: Peer, now: float) -> None:
-        """A message came without a detour."""
+        """Note a message that arrived directly."""
         self._heard[source.role, source.slot] = now
 
     def ways_to(self, envelope: Envelope, now: float) -> tuple[Envelope, ...]:
-        """The message as it is to be sent."""
+        """The envelopes to send for a message: direct, on the detour, or both."""
         direct = (envelope,)
         if not self._detours or isinstance(envelope.message, Relay):
             return direct
@@ -101,7 +101,7 @@ class Routes:
         way = self._ways.get((target.role, target.slot))
         if way is None or way.relay is None or way.incarnation != target.incarnation:
             return direct
-        if now > way.until:  # it may have been mended; if not, the first doubt leads back
+        if now > way.until:  # the link may work again; if not, the first doubt returns here
             way.turn = max(0, way.turn - way.chosen)
             doubts = (_DOUBTS - 1) * way.chosen
             self._take(way, None, now)
@@ -115,13 +115,13 @@ class Routes:
         return (detour,) if way.proven else (envelope, detour)
 
     def divert(self, outbox: list[Envelope], now: float) -> None:
-        """Send all of these as they are to be sent."""
+        """Replace the messages of an outbox by those of ``ways_to``."""
         if self._detours:
             outbox[:] = [each for envelope in outbox for each in self.ways_to(envelope, now)]
 
     def unwrap(self, envelope: Envelope) -> Envelope | None:
-        """The message for this node that came by way of another server, or what this one is to pass on; None
-        if it is neither."""
+        """Unwrap a relayed message for this node, or readdress one that this server should relay; None if it
+        is neither."""
         relay = envelope.message
         assert isinstance(relay, Relay)
         header = decode(relay.header)
@@ -132,12 +132,12 @@ class Routes:
         return None
 
     def came_by(self, relay: Peer, source: Peer, now: float) -> None:
-        """A message came by way of a server: it is answered in the same way."""
+        """Note a message that arrived through a relay: it is answered on the same detour."""
         way = self._way(source)
         if way.relay != relay.slot or not way.chosen:
             self._take(way, relay.slot, now)
             way.until = now + self._plan.timing.stuck_seconds
-        # Whoever is heard directly, too, may not hear this node: it is answered both ways.
+        # A node heard directly as well may not hear this one: answer it both ways.
         heard = self._heard.get((source.role, source.slot), -math.inf)
         way.doubts, way.proven = 0, now - heard > self._plan.timing.stuck_seconds / 2
 

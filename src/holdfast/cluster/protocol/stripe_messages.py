@@ -1,8 +1,8 @@
-"""What servers tell each other of stripes.
+"""Messages between servers about stripes.
 
-In a *lane*, which is an owner's messages to one parity server in order, each once: ``Differences``,
-``Values``, ``Forget`` (→ ``Taken``). Outside of it ``ReadStripes`` asks an owner for ``Values``, ``Recover``
-asks a parity server for ``Syndromes``, and ``Compare`` for ``Agreed``, again until the answer is there.
+In a *lane* (an owner's messages to one parity server, in order, each exactly once): ``Differences``,
+``Values``, ``Forget`` (→ ``Taken``). Outside of lanes, and retried until answered: ``ReadStripes`` asks an
+owner for ``Values``, ``Recover`` asks a parity server for ``Syndromes``, ``Compare`` asks it for ``Agreed``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from holdfast.cluster.protocol.messages import Instant, LaneState
 
 
 class StripePart(Struct, frozen=True, array_like=True):
-    """Some rows of one group that are the same member of their stripes; frames: blocks (uint32), records."""
+    """Rows of one group that are the same member of their stripes; frames: blocks (uint32), records."""
 
     group: int
     parity: int
@@ -22,25 +22,25 @@ class StripePart(Struct, frozen=True, array_like=True):
 
 
 class Differences(Struct, frozen=True, array_like=True, tag="change"):
-    """Owner → parity server, in their lane: old XOR new of records, of one or many pushes.
+    """Owner → parity server, in their lane: old XOR new of records, for one or more pushes.
 
-    Flushes are numbered alike in all lanes of an owner.
+    All lanes of an owner use the same flush numbers.
     """
 
     number: int
-    """In the lane, from 1."""
+    """Position in the lane, from 1."""
     instant: Instant
     stable: int
     """The newest flush that all parity servers have."""
     parts: tuple[StripePart, ...]
     more: bool = False
-    """Whether the next one is of the same flush, which was too large for one message: all count together."""
+    """Whether the next message continues this flush, which is too large for one; all count together."""
 
 
 class Values(Struct, frozen=True, array_like=True, tag="values"):
-    """Owner → parity server, in their lane: records as they were after this flush.
+    """Owner → parity server, in their lane: records as of this flush.
 
-    Frames: the records that the owner has, and which of those that were asked for it lacks (uint32).
+    Frames: the requested records that the owner has, and the indices of those it lacks (uint32).
     """
 
     number: int
@@ -52,7 +52,7 @@ class Values(Struct, frozen=True, array_like=True, tag="values"):
 
 
 class Forget(Struct, frozen=True, array_like=True, tag="forget"):
-    """Owner → parity server, in their lane: these records are not what the parities of their stripes contain.
+    """Owner → parity server, in their lane: the parities of these stripes do not contain these records.
 
     Frames: for each part blocks (uint32).
     """
@@ -66,13 +66,13 @@ LaneMessage = Differences | Values | Forget
 
 
 class Taken(Struct, frozen=True, array_like=True, tag="taken"):
-    """Parity server → owner: everything in the lane up to this number has arrived and counts."""
+    """Parity server → owner: acknowledges everything in the lane up to this number."""
 
     number: int
 
 
 class ReadStripes(Struct, frozen=True, array_like=True, tag="read"):
-    """Parity server → owner: put these records into our lane. Frame: blocks (uint32), ascending."""
+    """Parity server → owner: send these records in our lane. Frame: blocks (uint32), ascending."""
 
     job: int
     group: int
@@ -81,7 +81,7 @@ class ReadStripes(Struct, frozen=True, array_like=True, tag="read"):
 
 
 class Recover(Struct, frozen=True, array_like=True, tag="recover"):
-    """Replacement → parity server: what is left of these stripes without these members?
+    """Replacement → parity server: request the syndromes of these stripes without these members.
 
     Frame: blocks (uint32), ascending.
     """
@@ -94,7 +94,7 @@ class Recover(Struct, frozen=True, array_like=True, tag="recover"):
 
 
 class Compare(Struct, frozen=True, array_like=True, tag="compare"):
-    """Parity server → parity server of the same stripes: do your parities agree with their members?
+    """Parity server → another parity server of the same stripes: do your parities match their members?
 
     Frame: blocks (uint32), ascending.
     """
@@ -106,7 +106,7 @@ class Compare(Struct, frozen=True, array_like=True, tag="compare"):
 
 
 class Agreed(Struct, frozen=True, array_like=True, tag="agreed"):
-    """The answer. Frame: which of the stripes asked for agree (uint32), ascending."""
+    """The answer to ``Compare``. Frame: which of the requested stripes match (uint32), ascending."""
 
     request: int
     parity: int
@@ -114,22 +114,22 @@ class Agreed(Struct, frozen=True, array_like=True, tag="agreed"):
 
 
 class Lacking(Struct, frozen=True, array_like=True):
-    """Stripes of a request that have no answer; the frame says which of them (uint32)."""
+    """Stripes of a request that cannot be answered; frame: which of them (uint32)."""
 
     member: int
-    """That the owner lacks; -1: the parity is not there."""
+    """The member that its owner lacks; -1: the parity is missing."""
     rows: int
 
 
 class Syndromes(Struct, frozen=True, array_like=True, tag="syndromes"):
-    """The answer: of each stripe the sum of the parts that the missing members have in this parity.
+    """The answer to ``Recover``: for each stripe, the missing members' contributions to this parity.
 
-    Frames: which of the stripes asked for (uint32), syndromes, then one for each ``lacking``.
+    Frames: which of the requested stripes (uint32), syndromes, then one frame for each ``lacking``.
     """
 
     request: int
     parity: int
     rows: int
     without: tuple[LaneState, ...]
-    """Up to where the missing members' owners had come."""
+    """The state of the missing members' lanes that the syndromes correspond to."""
     lacking: tuple[Lacking, ...] = ()

@@ -1,5 +1,5 @@
-"""Everything that can go over the wire, as bytes: a small header, and raw arrays (*frames*) behind it; and
-who may send what to whom."""
+"""The wire format: a small header, followed by raw arrays (*frames*); and which role may send which message
+to which role."""
 
 from __future__ import annotations
 
@@ -116,19 +116,19 @@ ROUTES: Final[Mapping[type[Message], _Routes]] = {
     Saved: frozenset({("server", "supervisor")}),
     Status: frozenset({("supervisor", "launcher")}),
 }
-"""Who sends each message, and to whom: from anybody else it does not count (see ``admission``)."""
+"""Senders and receivers of each message; from any other sender it is dropped (see ``admission``)."""
 
 
 class Header(Struct, frozen=True, array_like=True):
-    """What the first frame of a message says; the other frames are its arrays."""
+    """The first frame of a message; the other frames are its arrays."""
 
     job: str
-    """A random name: what was meant for another job is dropped."""
+    """The job's random name: messages of other jobs are dropped."""
     source: Peer
     target: Peer
     message: Message
     sizes: tuple[int, ...] = ()
-    """The bytes of each array."""
+    """Size of each array in bytes."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -136,10 +136,10 @@ _decoder = msgspec.msgpack.Decoder(Header)
 
 
 def encode(header: Header) -> bytes:
-    """The first frame."""
+    """Encode the first frame of a message."""
     return _encoder.encode(header)
 
 
 def decode(frame: bytes | memoryview) -> Header:
-    """The header of a message; raises ``msgspec.DecodeError`` if it is none."""
+    """Decode the first frame of a message. Raises ``msgspec.DecodeError`` if it is malformed."""
     return _decoder.decode(frame)

@@ -1,1 +1,1 @@
-"""The erasure code at work: changes flow to parities, lost rows and parities come back. Pure."""
+"""Erasure coding: changes flow to parities, lost rows are recovered and lost parities rebuilt. Pure."""

@@ -1,11 +1,10 @@
 """Lanes: an owner's messages to one parity server, in order, each exactly once.
 
-Messages are numbered; the receiver takes the one that comes next, lays those aside that come too early, and
-says up to where it has come. The sender keeps what is not acknowledged, and sends the oldest again, ever more
-rarely: if only that one was lost, all others count with it, and a receiver that is slow is not given more to
-do. Both ends are of one incarnation each: a server that was replaced has new lanes. Flushes have
-numbers of their own, the same in all lanes of an owner, so that parity servers can agree on how much of a
-dead owner's work counts.
+Messages are numbered. The receiver processes the next one, buffers early ones, and acknowledges up to the
+last one in order. The sender keeps unacknowledged messages and resends the oldest, with exponential backoff:
+if only that one was lost, all others count with it, and a slow receiver is not given more work. Each end is
+one incarnation: a replaced server has new lanes. Flushes have their own numbers, the same in all lanes of an
+owner, so that parity servers can agree on how much of a dead owner's work counts.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from holdfast.cluster.protocol.stripe_messages import Differences, LaneMessage, 
 
 @dataclass
 class OutLane:
-    """The owner's end."""
+    """The owner's end of a lane."""
 
     source: Peer
     target: Peer
     began: int
-    """The owner's last flush before the lane began: its changes are not in the lane."""
+    """The owner's last flush before the lane began, which the lane does not contain."""
     flush: int
     """The newest flush that has been acknowledged or was before the lane."""
     since: float
@@ -40,12 +39,12 @@ class OutLane:
 
     @property
     def next_number(self) -> int:
-        """Of the next message."""
+        """The number of the next message."""
         return self._number + 1
 
     @property
     def waiting(self) -> int:
-        """How many messages are not acknowledged."""
+        """The number of unacknowledged messages."""
         return len(self._waiting)
 
     def send(self, message: LaneMessage, frames: Sequence[Frame], now: float, patience: float) -> Envelope:
@@ -59,7 +58,7 @@ class OutLane:
         return envelope
 
     def acknowledge(self, number: int, now: float, patience: float) -> None:
-        """The other end has everything up to this number."""
+        """Process an acknowledgement of everything up to this number."""
         taken = False
         while self._waiting and _number_of(self._waiting[0]) <= number:
             message = self._waiting.popleft().message
@@ -71,7 +70,7 @@ class OutLane:
             self._again = now + self._patience
 
     def overdue(self, now: float) -> Envelope | None:
-        """What to send again, if it is time: the oldest message."""
+        """The message to resend, if it is time: the oldest one."""
         if not self._waiting or now < self._again:
             return None
         self._patience *= 2
@@ -95,19 +94,18 @@ class LoggedChange:
 
 @dataclass
 class InLane:
-    """The parity server's end."""
+    """The parity server's end of a lane."""
 
     source: Peer
     known: bool
-    """Whether it is known how far the owner has come: from the lane's first message on, or since the owner
-    began."""
+    """Whether the owner's progress is known: from the lane's first message on, or since the owner started."""
     now: Instant
     first: Instant
-    """What ``now`` is without the log."""
+    """The value of ``now`` without the flushes in the log."""
     number: int = 0
-    """Of the newest message that was taken."""
+    """Number of the newest message processed."""
     log: deque[LoggedChange] = field(default_factory=deque)
-    """Flushes that other parity servers may lack."""
+    """Flushes that other parity servers may lack, and that may have to be undone."""
     _begun: list[tuple[Differences, Sequence[Frame]]] = field(default_factory=list)
     _early: dict[int, Envelope] = field(default_factory=dict)
     early_bytes: int = 0
@@ -120,19 +118,19 @@ class InLane:
             self.early_bytes += envelope.nbytes()
 
     def next_early(self) -> Envelope | None:
-        """The next message, if it has come before its time."""
+        """The next message, if it is in the buffer."""
         envelope = self._early.pop(self.number + 1, None)
         if envelope is not None:
             self.early_bytes -= envelope.nbytes()
         return envelope
 
     def begin(self, message: Differences, frames: Sequence[Frame]) -> None:
-        """The next message is the beginning of a flush: it counts with the rest of it."""
+        """Process the beginning of a flush, which counts only when the flush is complete."""
         self.number = message.number
         self._begun.append((message, frames))
 
     def whole(self, message: Differences, frames: Sequence[Frame]) -> tuple[Differences, Sequence[Frame]]:
-        """The last message of a flush, with all that have begun it."""
+        """Combine the last message of a flush with the earlier ones."""
         if not self._begun:
             return message, frames
         parts = [part for begun, _ in self._begun for part in begun.parts]
@@ -140,11 +138,11 @@ class InLane:
         return replace(message, parts=(*parts, *message.parts)), [*before, *frames]
 
     def take(self, message: LaneMessage, frames: Sequence[Frame]) -> None:
-        """The next message counts."""
+        """Process the next message; it counts."""
         self.number = message.number
         if not self.known:
             self.known = True
-            # Before its first change nothing is known of workers, and nobody will ask.
+            # Before its first change the workers' marks are unknown, and will never be needed.
             before = (
                 Instant(message.instant.flush - 1) if isinstance(message, Differences) else message.instant
             )
@@ -157,7 +155,7 @@ class InLane:
                 self.first = self.log.popleft().instant
 
     def undo(self, until: Instant) -> list[LoggedChange]:
-        """Go back to an instant, for good; what has to be undone, the newest first."""
+        """Go back to an instant, for good. Returns the flushes to undo, newest first."""
         undone = []
         self._begun.clear()
         self._early.clear()
@@ -165,7 +163,7 @@ class InLane:
         while self.log and self.log[-1].instant.flush > until.flush:
             undone.append(self.log.pop())
         self.now = self.log[-1].instant if self.log else self.first
-        self.log.clear()  # what a later incarnation's view says is not about this lane
+        self.log.clear()  # views of later incarnations do not concern this lane
         if self.now.flush == until.flush:
             self.now = until
         self.first = self.now

@@ -1,4 +1,4 @@
-"""The parity records of one group that one server keeps."""
+"""The parities of one group that one server stores."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _FIRST_BLOCKS = 1 << 14
 class ParityShard:
     """Parities, and which members each of them contains.
 
-    A parity is whole once it contains all members of its stripe. While it is rebuilt, a member is in it from
-    the moment its value was added; changes of members that are not in it yet are left out, for the value that
-    will be added contains them.
+    A parity is whole once it contains all members of its stripe. During rebuilding, it contains a member from
+    the moment its value was added. Changes of members that it does not contain yet are ignored, since the
+    value that will be added includes them.
 
     Args:
         plan: the group.
-        placement: where its rows lie.
-        server: the one that this is at.
-        seed: of the rows' first values, if all rows have those; None if they come from elsewhere.
+        placement: the placement of its rows.
+        server: the slot of this server.
+        seed: of the rows' initial values, if all rows still have those; None if parities must be rebuilt.
     """
 
     def __init__(self, plan: GroupPlan, placement: Placement, server: int, seed: int | None) -> None:
@@ -56,16 +56,16 @@ class ParityShard:
 
     @property
     def complete(self) -> bool:
-        """Whether all parities are known to be whole: quicker than to count them."""
+        """Whether all parities are known to be whole; faster than counting them."""
         return self._lacks is None
 
     @property
     def lacking(self) -> int:
-        """How many parities are not whole."""
+        """The number of parities that are not whole."""
         return 0 if self._lacks is None else int(self._lacks.any(0).sum())
 
     def whole(self, parity: int, blocks: Blocks) -> NDArray[np.bool_]:
-        """Which of these are whole."""
+        """Which of these parities are whole."""
         if self._lacks is None:
             return np.ones(len(blocks), np.bool_)
         lacks: NDArray[np.bool_] = np.any(self._lacks[:, self._places(parity, blocks)], axis=0)
@@ -77,7 +77,7 @@ class ParityShard:
         return blocks[~self.whole(parity, blocks)]
 
     def get(self, parity: int, blocks: Blocks) -> Records:
-        """These parities."""
+        """Read these parities."""
         found: Records = self.records[self._places(parity, blocks)]
         return found
 
@@ -93,7 +93,7 @@ class ParityShard:
         return contains
 
     def change(self, parity: int, member: int, blocks: Blocks, differences: Records) -> None:
-        """A member's records changed, or what changed is undone: both are the same."""
+        """Apply a change of a member's records, or undo it: both are the same XOR."""
         places = self._places(parity, blocks)
         if self._lacks is not None:
             inside = ~self._lacks[member, places]
@@ -113,7 +113,7 @@ class ParityShard:
         self._lacks[member, places] = False
 
     def forget(self, parity: int, blocks: Blocks) -> None:
-        """These parities contain nothing any more: a member's value was lost, and it has got another."""
+        """Clear these parities: a member's value was lost, and it has got another."""
         places = self._places(parity, blocks)
         if self._lacks is None:
             self._lacks = np.zeros((self.placement.k, len(self.records)), np.bool_)
@@ -121,7 +121,7 @@ class ParityShard:
         self.records[places] = 0
 
     def note_complete(self) -> None:
-        """Forget which members are in which parity once all are in all."""
+        """Drop the record of which parity contains which member once all are whole."""
         if self._lacks is not None and not self._lacks.any():
             self._lacks = None
 
@@ -130,7 +130,7 @@ class ParityShard:
 
 
 def read_only(records: Records) -> Records:
-    """The same, not to be written to: for a mixture of both kinds every loop would be compiled twice."""
+    """A read-only view: for a mixture of both kinds Numba would compile every loop twice."""
     view = records.view()
     view.flags.writeable = False
     return view

@@ -1,11 +1,10 @@
-"""A server that takes over from one that died: it begins without rows, and brings them back one by one.
+"""Recovery of rows at the replacement of a dead server, which starts without rows.
 
-A row that somebody pulls or pushes is brought back at once; behind that a scan brings back all others, in
-chunks, at a share of the time. For each row it asks the stripe's first parity server what is left of the
-parity without this member (``stripes``), which is the row. If another member turns out to be lacking too,
-it asks as many parity servers as members are lacking, and solves for them. A stripe with fewer than k records
-left is lost, and said to be: nothing is guessed. If the job is to go on all the same, lost rows get what was
-last saved of them.
+Rows that are pulled or pushed are recovered first; a background scan recovers all others in chunks, with a
+share of the time. For each row it asks the stripe's first parity server for the parity without this member
+(``stripes``), which is the row. If another member is missing too, it asks as many parity servers as members
+are missing, and solves for them. A stripe with fewer than k records left is lost, and reported as lost:
+nothing is guessed. If the job should continue anyway, lost rows go back to their last saved values.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ _MOST_NAMED = 5
 
 @dataclass
 class _Ask:
-    """Rows on their way: what their parity servers were asked."""
+    """Rows being recovered, with the requests to their parity servers."""
 
     group: int
     member: int
     blocks: NDArray[np.int64]
     without: tuple[int, ...]
-    """Members that are lacking, the own among them."""
+    """Missing members, including the row itself."""
     unusable: frozenset[int]
-    """Parities that are not there."""
+    """Parities that are missing."""
     wave: int
-    """Those that are wanted together: somebody waits for all of them. 0: nobody does, it is a scan's."""
+    """Number of a set of rows that a request waits for together; 0: rows of the scan."""
     began: float
     retry: Retry = field(default_factory=lambda: Retry(_AGAIN_SECONDS))
     request: int = 0
@@ -56,28 +55,28 @@ class _Ask:
         default_factory=dict
     )
     rounds: int = 0
-    """How often it looked as if they were lost."""
+    """How often they seemed lost."""
     asked: float = 0.0
-    """When these parity servers were asked first."""
+    """When these parity servers were first asked."""
     slow: frozenset[int] = frozenset()
-    """Parities whose servers did not answer in time: others are asked first."""
+    """Parities whose servers did not answer in time: others are preferred."""
 
 
 class SavedRecords(Protocol):
-    """What was last saved of a server's rows."""
+    """The last saved values of a server's rows."""
 
     def get(self) -> tuple[Sequence[Records], Redundancy] | None:
-        """The records of each group, and which version that is; None: not read yet, ask again."""
+        """The records of each group, and their version; None: not read yet, call again."""
 
 
 class Recovery:
-    """The machine of it.
+    """The state machine of recovery.
 
     Args:
-        plan: the job's.
-        shards: the server's, without rows.
-        replicator: of this server.
-        on_rows: called when rows have come back.
+        plan: the job's plan.
+        shards: the server's shards, without rows.
+        replicator: this server's replicator.
+        on_rows: called when rows have been recovered.
         on_lost: called with rows of a group that are lost.
     """
 
@@ -91,14 +90,14 @@ class Recovery:
     ) -> None:
         self.recovered = 0
         self.went_back = Redundancy()
-        """How many rows of tables were lost and went back to what was saved, and to which version."""
+        """How many rows of tables were lost and went back to saved values, and to which version."""
         self.saved: SavedRecords | None = None
-        """Where lost rows go back to; None: nowhere, the job ends."""
+        """The values that lost rows go back to; None: the job ends instead."""
         self.network_lost = False
-        """Whether rows of the network are lost and in no version: only workers know its first values."""
+        """Whether rows of the network are lost and in no version: only workers know its initial values."""
         self._lost: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
         self.hurry = False
-        """Whether nobody trains meanwhile."""
+        """Whether training is paused, so that recovery may use all of the time."""
         self._on_rows, self._on_lost = on_rows, on_lost
         self._plan = plan
         self._shards = shards
@@ -116,23 +115,23 @@ class Recovery:
         self._going_back: list[_Ask] = []
         self._requests = self._waves = 0
         self._slow: set[Peer] = set()
-        """Parity servers that have not answered in time: so that only the first question waits for them."""
+        """Parity servers that did not answer in time: only the first request should wait for them."""
         self._scan_at = 0.0
         self._cursor: dict[tuple[int, int], int] = defaultdict(int)
 
     def leave_out(self, group: int) -> None:
-        """Bring nothing back of a group that had no values yet: they are still to come, from a worker."""
+        """Exclude a group that had no values yet: a worker will send them."""
         if group in self._missing:
             self._missing[group][:] = False
             self._left[group] = 0
 
     @property
     def left(self) -> int:
-        """How many rows are lacking."""
+        """The number of missing rows."""
         return sum(self._left.values())
 
     def lost(self) -> str:
-        """Which rows cannot be recovered; empty: none."""
+        """Describe the rows that cannot be recovered; "" if there are none."""
         texts = []
         for group, found in self._lost.items():
             rows = np.sort(np.concatenate(found))
@@ -142,18 +141,18 @@ class Recovery:
         return "; ".join(texts)
 
     def lost_rows(self, group: int) -> Sequence[NDArray[np.int64]]:
-        """The same, of one group."""
+        """The rows of one group that cannot be recovered."""
         return self._lost.get(group, ())
 
     def lacks(self, group: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these records are lacking."""
+        """Which of these records are missing."""
         missing = self._missing.get(group)
         return (
             np.zeros(len(places), np.bool_) if missing is None or not self._left[group] else missing[places]
         )
 
     def want(self, group: int, places: NDArray[np.int64], now: float) -> None:
-        """Somebody waits for these records."""
+        """Recover these records first: a request waits for them."""
         k = self._plan.placements[group].k
         lacking = self.lacks(group, places)
         if not lacking.any():
@@ -167,7 +166,7 @@ class Recovery:
                 self._ask(self._new(group, member, mine // k, now, wave=self._waves), now)
 
     def receive(self, source: Peer, message: Syndromes, frames: Sequence[Frame], now: float) -> None:
-        """What a parity server has summed up."""
+        """Process a parity server's syndromes."""
         ask = self._asks.get(message.request)
         if ask is None or message.parity not in ask.parities or message.parity in ask.answers:
             return
@@ -176,7 +175,7 @@ class Recovery:
         self._slow.discard(source)
         placement = self._plan.placements[ask.group]
         if source.slot != placement.parity_server(self._replicator.me.slot, ask.member, message.parity):
-            raise ValueError(f"syndromes of parity {message.parity} from server {source.slot}")
+            raise ValueError(f"unexpected syndromes of parity {message.parity} from server {source.slot}")
         good = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
         words = self._plan.groups[ask.group].words
         records = as_array(frames[1], np.uint32, (message.rows, words))
@@ -185,20 +184,20 @@ class Recovery:
             for part, frame in zip(message.lacking, frames[2:], strict=True)
         }
         if any(len(at) and at.max() >= len(ask.blocks) for at in (good, *lacking.values())):
-            raise ValueError("syndromes of stripes that were not asked for")
+            raise ValueError("syndromes of stripes that were not requested")
         answered = np.zeros(len(ask.blocks), np.bool_)
         for at in (good, *lacking.values()):
             answered[at] = True
         known = len(lacking) == len(message.lacking) and max(lacking, default=-1) < placement.k
         if not answered.all() or not known or len(message.without) != len(ask.without):
-            raise ValueError("syndromes that do not answer what was asked")
+            raise ValueError("syndromes do not match the request")
         ask.answers[message.parity] = message, good, records, lacking
         if len(ask.answers) == len(ask.parities):
             del self._asks[ask.request]
             self._solve(ask, now)
 
     def tick(self, now: float) -> None:
-        """Ask again where an answer is overdue, try again what seemed lost, and scan on."""
+        """Retry overdue requests and rows that seemed lost, and continue the scan."""
         for ask in [ask for ask in self._asks.values() if ask.retry.is_due(now)]:
             late = [t for t in ask.parities if t not in ask.answers]
             if now - ask.asked > self._plan.timing.stuck_seconds / 2 and self._turn(ask, late, now):
@@ -235,7 +234,7 @@ class Recovery:
         return _Ask(group, member, blocks, (member,), frozenset(), wave, now)
 
     def _ask(self, ask: _Ask, now: float) -> None:
-        """Ask as many parity servers as members are lacking."""
+        """Ask as many parity servers as members are missing."""
         r = self._plan.placements[ask.group].r
         usable = [t for t in range(r) if t not in ask.unusable]
         if len(usable) < len(ask.without):
@@ -249,16 +248,16 @@ class Recovery:
         self._send(ask, now)
 
     def _turn(self, ask: _Ask, late: Sequence[int], now: float) -> bool:
-        """Ask other parity servers than those that do not answer; False: there are no others."""
+        """Ask other parity servers instead of those that do not answer; False: there are no others."""
         r = self._plan.placements[ask.group].r
         others = set(range(r)) - ask.unusable - set(ask.parities)
         if not others - ask.slow:
-            ask.slow = frozenset()  # all of them are: it is their turn again
+            ask.slow = frozenset()  # all are slow: start over with all of them
             ask.asked = now
         if not others:
             return False
         ask.slow |= set(late)
-        ask.began = now  # to wait takes nothing from anybody: the scan need not pause for it
+        ask.began = now  # waiting uses no resources: the scan need not pause for it
         self._slow |= {peer for t in late if (peer := self._server_of(ask, t)) is not None}
         del self._asks[ask.request]
         self._ask(ask, now)
@@ -277,12 +276,12 @@ class Recovery:
                 self._replicator.outbox.append(Envelope(me, target, message, frames))
 
     def _server_of(self, ask: _Ask, parity: int) -> Peer | None:
-        """The server of one of the parities of what is asked for; None: it is not there."""
+        """The server of one of the parities of these rows; None: it is not running."""
         placement = self._plan.placements[ask.group]
         return self._replicator.peer(placement.parity_server(self._replicator.me.slot, ask.member, parity))
 
     def _despair(self, ask: _Ask, now: float) -> None:
-        """What was said of one record may be older than what was said of another: try anew before that."""
+        """Retry rows that seem lost before declaring them lost: answers about records may differ in age."""
         ask.rounds += 1
         if ask.rounds < _MOST_ROUNDS:
             ask.without, ask.unusable = (ask.member,), frozenset()
@@ -296,7 +295,7 @@ class Recovery:
             self._on_lost(ask.group, rows)
 
     def _go_back(self, saved: SavedRecords, now: float) -> None:
-        """Give lost rows what was saved of them, and let no parity count that contains what they were."""
+        """Set lost rows to their saved values, and invalidate the parities that contain their old values."""
         found = saved.get()
         if found is None:
             return
@@ -318,11 +317,11 @@ class Recovery:
         self.went_back = replace(version, went_back=count)
         self._going_back.clear()
         if not self.left:
-            self.saved = None  # it takes as much memory as the rows
+            self.saved = None  # free it: it is as large as the rows
         self._on_rows()
 
     def _solve(self, ask: _Ask, now: float) -> None:
-        """All parity servers have answered."""
+        """Solve for the rows, once all parity servers have answered."""
         count = len(ask.blocks)
         unusable = {t: answer[3].get(-1, np.empty(0, np.int64)) for t, answer in ask.answers.items()}
         lacking = [(m, at) for *_, found in ask.answers.values() for m, at in found.items() if m >= 0]
@@ -333,7 +332,7 @@ class Recovery:
             self._put(ask, np.flatnonzero(solvable))
         else:
             self._again(ask, np.flatnonzero(solvable), ask.without, ask.unusable, now)
-        # The others, by what turned out to be lacking.
+        # Retry the others, grouped by what turned out to be missing.
         found = [*lacking, *((-1 - t, at) for t, at in unusable.items())]
         kinds = np.zeros(count, np.int64)
         for bit, (_, at) in enumerate(found):
@@ -361,7 +360,7 @@ class Recovery:
     ) -> None:
         if len(at):
             blocks, wave = ask.blocks[at], ask.wave
-            if not wave:  # a scan does not wait for what is left of it
+            if not wave:  # the scan does not wait for its remaining rows
                 wave = self._waves = self._waves + 1
             self._ask(
                 _Ask(ask.group, ask.member, blocks, without, unusable, wave, now, rounds=ask.rounds), now
@@ -369,7 +368,7 @@ class Recovery:
 
     @staticmethod
     def _agree(ask: _Ask) -> bool:
-        """Whether all syndromes are of one instant: another's row may have come back and changed since."""
+        """Whether all syndromes are of one instant: another member may have been recovered and changed."""
         states = [
             [state for m, state in zip(ask.without, answer[0].without, strict=True) if m != ask.member]
             for answer in ask.answers.values()
@@ -383,12 +382,12 @@ class Recovery:
         code = self._replicator.parities[group].code
         syndromes: dict[int, Records] = {}
         for t, (_, good, records, _) in ask.answers.items():
-            # Both ascend, and what is solvable is good: as many are the same ones. Loops want a copy.
+            # Both ascend and solvable is a subset of good, so equal lengths mean equal. Loops want a copy.
             same = code.r == 1 and len(good) == len(at)
             syndromes[t] = records if same else records[np.searchsorted(good, at)]
         found = code.solve(ask.without, syndromes)[ask.without.index(ask.member)]
         places = ask.blocks[at] * self._plan.placements[group].k + ask.member
-        new = self._missing[group][places]  # one that was here already may have changed since
+        new = self._missing[group][places]  # a row that is already here may have changed since
         shard.write(*((places, found) if new.all() else (places[new], found[new])))
         self._missing[group][places] = False
         self._left[group] -= int(new.sum())

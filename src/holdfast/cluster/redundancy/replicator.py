@@ -1,16 +1,16 @@
-"""A server's part in protecting rows: its own changes go to parity servers, others' changes come to its
-parities.
+"""A server's part in protecting rows: send own changes to parity servers, and apply others' changes to the
+parities here.
 
-The owner of a row is the only one that changes it, so what parities must follow is known in one place. After
-some pushes it takes what they changed together, old XOR new of each record, as one *flush*, and puts each
-parity server's share into the lane to it. A push is *kept* once all parity servers have its flush: whatever
-fails then, within what the code covers, comes back with it. A worker may go on before, and sends a push again
-that was not kept if a server is replaced.
+The owner of a row is the only server that changes it, so the changes that parities must follow are known in
+one place. After some pushes the owner combines their changes, old XOR new of each record, into one *flush*,
+and puts each parity server's share into the lane to it. A push is *kept* once all parity servers have its
+flush: recovery from any failure that the code covers then includes it. A worker may continue before that; if
+a server is replaced, it resends pushes that were not kept.
 
-When an owner dies, its parity servers may have come to different flushes. They seal their lanes and say how
-far they came; the supervisor decides for the least of them, and those ahead undo what is beyond, which is
-the same XOR again. Nothing beyond was kept, since that takes all of them. So a replacement's rows are all of
-one instant, with one number for each worker, like any server's.
+When an owner dies, its parity servers may have received different flushes. They seal their lanes and report
+their last flush; the supervisor chooses the minimum, and servers ahead of it undo later flushes, which is
+the same XOR again. No later flush was kept, since that takes all parity servers. So a replacement's rows are
+all of one instant, with one mark for each worker, like any server's.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ _Share = tuple[StripePart, Blocks, Records]
 
 
 class Replicator:
-    """The machine of it: no clock, no socket. Messages that it gets are admitted (``protocol/admission.py``):
-    what they name exists, and their arrays fit.
+    """The state machine of replication: no clock, no socket. Incoming messages have been validated
+    (``protocol/admission.py``): what they refer to exists, and their arrays have the right size.
 
     Args:
         me: the server.
-        plan: the job's.
+        plan: the job's plan.
         shards: its rows.
-        outbox: where messages go.
-        marks: says which pushes are applied.
-        applied: says which push of a worker was applied last; asked at every push, so it must be quick.
-        fresh: whether all rows of the job have their first values; otherwise parities come from rows.
-        lacks: which of the records of a group this server lacks (see ``recover``).
-        on_change: called after a part of a flush was applied to parities, or undone.
-        on_values: called with records that were read from an owner, at their place in its lane.
+        outbox: for outgoing messages.
+        marks: returns which pushes are applied.
+        applied: returns the last applied push of a worker; called at every push, so it must be fast.
+        fresh: whether all rows of the job have their initial values; otherwise rows determine parities.
+        lacks: returns which records of a group this server lacks (see ``recover``).
+        on_change: called after part of a flush was applied to parities, or undone.
+        on_values: called with records read from an owner, at their position in its lane.
         doubt: called with a server that has not answered (see ``routes``).
     """
 
@@ -92,9 +92,9 @@ class Replicator:
             if placement.r
         }
         self.flushes = 0
-        """How many flushes of own changes were made: the number of the last one."""
+        """Number of flushes of own changes so far, which is the number of the last one."""
         self.stable = 0
-        """The newest that all parity servers have."""
+        """The newest flush that all parity servers have."""
         self._on_change, self._on_values = on_change, on_values
         self._shards = shards
         self._marks, self._applied = marks, applied
@@ -115,7 +115,7 @@ class Replicator:
         self._holds = self._hurry = False
 
     def _neighbours(self, *, parities: bool) -> Iterator[int]:
-        """The servers of this one's parities, or those whose parities it keeps."""
+        """The servers with parities of this server's rows, or those whose parities it stores."""
         for g in self.parities:
             placement = self.plan.placements[g]
             find = placement.parity_server if parities else placement.member_server
@@ -123,10 +123,10 @@ class Replicator:
                 for m in range(placement.k):
                     yield find(self.me.slot, m, t) if parities else find(self.me.slot, t, m)
 
-    # What is applied here and must get to parity servers
+    # Own changes, to parity servers
 
     def start(self) -> None:
-        """This server takes its slot over."""
+        """Start when this server takes over its slot."""
         self._kept = self._flushed = self._instant()
 
     @property
@@ -135,11 +135,11 @@ class Replicator:
         return self._pending_since is None and not any(lane.waiting for lane in self._out.values())
 
     def kept(self, worker: int) -> int:
-        """The newest push of a worker that no failure which the code covers can undo."""
+        """The newest push of a worker that no failure covered by the code can undo."""
         return self._kept.marks[worker].sequence if self._kept.marks else 0
 
     def changed(self, now: float, worker: int | None = None) -> None:
-        """Rows have changed, by a push of a worker or otherwise."""
+        """Note that rows have changed, by a push of a worker or otherwise."""
         if self._pending_since is None:
             self._pending_since = now
         self._changed_at = now
@@ -152,11 +152,11 @@ class Replicator:
                 self.flush(now)
 
     def _pending_bytes(self) -> int:
-        """Of changes that have gathered."""
+        """Size of the changes since the last flush."""
         return sum(len(self._shards[g].changes) * self._shards[g].records[:1].nbytes for g in self.parities)
 
     def flush(self, now: float) -> None:
-        """Send what has changed to the parity servers: the next flush."""
+        """Send all changes to the parity servers, as the next flush."""
         if self._pending_since is None:
             return
         self._pending_since = None
@@ -181,11 +181,11 @@ class Replicator:
         self._advance()
 
     def tick(self, now: float) -> None:
-        """Send what has waited long enough, and send again what was not acknowledged."""
+        """Flush changes that have waited long enough, and resend unacknowledged messages."""
         since, lanes = self._pending_since, self.plan.lanes
         stood_still, self._ticked = now - self._ticked, now
         if stood_still > self.plan.timing.stuck_seconds / 2:
-            for lane in self._out.values():  # a server that was stopped has not waited for anybody meanwhile
+            for lane in self._out.values():  # time suspended is not time waited
                 lane.since += stood_still
         if since is not None and (
             self._hurry or now - since >= lanes.seconds or now - self._changed_at >= lanes.idle_seconds
@@ -199,15 +199,15 @@ class Replicator:
                 self.outbox.append(late)
 
     def stuck_on(self, now: float) -> tuple[int, ...]:
-        """Parity servers that have not acknowledged anything for long."""
+        """Parity servers that have not acknowledged anything for a long time."""
         limit = self.plan.timing.stuck_seconds
         return tuple(s for s, lane in self._out.items() if lane.waiting and now - lane.since > limit)
 
     def read(self, source: Peer, message: ReadStripes, frames: Sequence[Frame], now: float) -> None:
-        """A parity server wants records: they go into its lane as they were after the last flush."""
+        """Answer a parity server's request for records: send them in its lane, as of the last flush."""
         lane = self._out.get(source.slot)
         if lane is None or lane.target != source or self.stable < lane.began:
-            # Not before all others have what was before the lane: of that it could undo nothing.
+            # Wait until all others have the flushes before the lane began: the lane cannot undo those.
             return
         shard = self._shards[message.group]
         blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
@@ -220,10 +220,10 @@ class Replicator:
         self._send(lane, values, (here, np.flatnonzero(absent).astype(np.uint32)), now)
 
     def forget(self, group: int, member: int, blocks: NDArray[np.int64], now: float) -> None:
-        """Own records that were lost have got other values: what their parities contain is none of them.
+        """Tell parity servers that own lost records have new values, which their parities do not contain.
 
-        It goes through the lanes, so that no parity server ever has one of these values and still counts on
-        what it had before. A server that has no lane yet begins without any parity.
+        The messages go through the lanes, so that no parity server has one of these values and still trusts
+        its old parity. A server without a lane yet starts without any parity.
         """
         for t in range(self.plan.placements[group].r):
             lane = self._out.get(self.plan.placements[group].parity_server(self.me.slot, member, t))
@@ -233,7 +233,7 @@ class Replicator:
                 self._send(lane, message, [blocks.astype(np.uint32)], now)
 
     def taken(self, source: Peer, number: int, now: float) -> None:
-        """A parity server has everything up to this number."""
+        """Process a parity server's acknowledgement of everything up to this number."""
         lane = self._out.get(source.slot)
         if lane is not None and lane.target == source:
             lane.acknowledge(number, now, self.plan.timing.retry_seconds)
@@ -251,10 +251,10 @@ class Replicator:
         installed = tuple(g for g, shard in enumerate(self._shards) if shard.installed)
         return Instant(self.flushes, self._marks(), installed)
 
-    # What others have changed
+    # Changes of others
 
     def take(self, source: Peer, message: LaneMessage, frames: Sequence[Frame]) -> None:
-        """The next message of a lane, or one that does not count."""
+        """Process a message of a lane: the next one, an early one, or one that does not count."""
         lane = self._in.get(source.slot)
         if lane is None or lane.source != source or self._incarnations.get(source.slot) != source.incarnation:
             return
@@ -285,14 +285,14 @@ class Replicator:
         lane.take(message, frames)
 
     def progress(self, slot: int) -> LaneState:
-        """How far a lane has come."""
+        """The state of a lane."""
         lane = self._in.get(slot)
         if lane is None:
             return LaneState(slot, 0)
         return LaneState(slot, lane.source.incarnation, Instant(lane.now.flush))
 
     def sealed(self) -> tuple[LaneState, ...]:
-        """How far the lanes came whose owners are gone and have no successor yet."""
+        """The state of the lanes whose owners are dead and have no replacement yet."""
         return tuple(
             LaneState(slot, lane.source.incarnation, lane.now, lane.first)
             for slot, lane in self._in.items()
@@ -300,14 +300,14 @@ class Replicator:
         )
 
     def peer(self, slot: int) -> Peer | None:
-        """The server that has started in a slot."""
+        """The server that has started in a slot; None if there is none."""
         incarnation = self._started.get(slot)
         if incarnation is None or incarnation != self._incarnations.get(slot):
             return None
         return Peer("server", slot, incarnation)
 
     def _apply(self, parts: Sequence[StripePart], frames: Sequence[Frame]) -> None:
-        """Let parities follow a flush, or undo it: both are the same."""
+        """Apply a flush to parities, or undo it: both are the same XOR."""
         for part, places, records in zip(parts, frames[::2], frames[1::2], strict=True):
             parity = self.parities[part.group]
             blocks = as_array(places, np.uint32, (part.rows,))
@@ -315,14 +315,14 @@ class Replicator:
             parity.change(part.parity, part.member, blocks, differences)
             self._on_change(part, blocks, differences)
 
-    # Who the others are
+    # The other servers
 
     def adopt(self, view: View, mine: ServerInView, now: float) -> None:
-        """Follow a view: seal lanes of those who are gone, undo what does not count, begin new lanes.
+        """Follow a view: seal the lanes of dead servers, undo flushes that do not count, start new lanes.
 
-        ``mine`` is this server's own entry, and it has started.
+        ``mine`` is this server's own entry; it has started.
         """
-        # Once, too, when somebody is new: the replacement of a worker waits until its last pushes are kept.
+        # Also once for each new node: the replacement of a worker waits until its last pushes are kept.
         self._hurry = True
         self._holds = view.phase != "running"
         for entry in view.servers:
@@ -351,7 +351,7 @@ class Replicator:
         if entry.slot in self._parity_servers:
             self._out[entry.slot] = OutLane(self.me, peer, self.flushes, self.flushes, now)
         if entry.slot in self._owners:
-            # A server that started no later than its owner has all that the owner did.
+            # A server that started no later than the owner has seen all of its flushes.
             before = Instant(installed=self.plan.first_installed)
             if entry.counts_until is not None:
                 before = msgspec.structs.replace(entry.counts_until, flush=0)
@@ -364,9 +364,9 @@ class Replicator:
 def _in_messages(
     share: Sequence[_Share], most_bytes: int
 ) -> Iterator[tuple[tuple[StripePart, ...], list[Frame]]]:
-    """The parts and frames of each message that a parity server's share of a flush makes.
+    """Split a parity server's share of a flush into messages. Yields the parts and frames of each.
 
-    One at least: it hears of every flush.
+    At least one message, as the parity server must learn of every flush.
     """
     parts: list[StripePart] = []
     frames: list[Frame] = []

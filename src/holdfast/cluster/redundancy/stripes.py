@@ -1,10 +1,9 @@
-"""Sums over stripes, at their parity server: for a server that lost rows, for parities that were lost, and to
-check that all is well.
+"""Sums over stripes, at their parity server: to recover rows, to rebuild lost parities, and to scrub.
 
-All three read the members of stripes *through their owners' lanes*. So a value arrives at the very point of
-the owner's changes up to which the parity contains them; changes that come later go to the parity and, where
-the member is in a sum already, to that sum too. When all members are in, parity and sum are of one instant,
-though nobody was stopped. Nothing here is durable: whatever dies is begun again.
+All three read the members of stripes *through their owners' lanes*. So a value arrives exactly at the point
+of the owner's changes up to which the parity contains them. Later changes go to the parity and, if the sum
+already includes the member, to that sum too. When all members have arrived, parity and sum are of one
+instant, although nothing was paused. Nothing here is durable: after a death, the work starts again.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from holdfast.cluster.redundancy.replicator import Replicator
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024
 _FORGOTTEN_SECONDS = 5.0
-"""Whoever has not asked for so long has asked another parity server instead."""
+"""A node that has not asked for this long has asked another parity server instead."""
 _VOTE_SECONDS = 10.0
 
 Purpose = Literal["recover", "vote", "rebuild", "scrub", "repair"]
@@ -45,7 +44,7 @@ Purpose = Literal["recover", "vote", "rebuild", "scrub", "repair"]
 
 @dataclass
 class _Job:
-    """Members of some stripes on their way into a sum."""
+    """A sum over some stripes, waiting for members."""
 
     purpose: Purpose
     number: int
@@ -53,47 +52,47 @@ class _Job:
     parity: int
     blocks: NDArray[np.int64]
     waiting: set[int]
-    """Members that have not come yet."""
+    """Members that have not arrived yet."""
     began: float
     retry: Retry
     sums: Records
     summed: set[int] = field(default_factory=set)
-    """Members that are in the sums."""
+    """Members included in the sums."""
     lacking: dict[int, NDArray[np.int64]] = field(default_factory=dict)
-    """Which stripes' members their owners lack."""
+    """By member: the stripes in which its owner lacks it."""
     source: Peer | None = None
     request: int = 0
     without: tuple[int, ...] = ()
     wanted: float = 0.0
-    """When it was asked for last."""
+    """When it was last requested."""
 
 
 @dataclass
 class _Vote:
-    """Stripes whose members do not make up one parity: what do the others say?"""
+    """A question to other parity servers about stripes whose members do not match one parity."""
 
     group: int
     parity: int
     blocks: NDArray[np.int64]
     own_is_wrong: NDArray[np.bool_]
     until: float
-    """When it comes to nothing: who has not answered by then may be dead. The next round asks again."""
+    """When the vote expires: servers without an answer by then may be dead. The next round asks again."""
     waiting: set[int] = field(default_factory=set)
 
 
 class Stripes:
-    """The machine of it. Messages that it gets are admitted, as ``Replicator``'s are.
+    """The state machine of sums. Incoming messages have been validated, as for ``Replicator``.
 
     Args:
-        plan: the job's.
-        replicator: of this server; whoever made it hands over the values and changes that it gets.
+        plan: the job's plan.
+        replicator: this server's replicator; its creator passes the values and changes that it receives here.
     """
 
     def __init__(self, plan: JobPlan, replicator: Replicator) -> None:
         self.rebuilt = 0
-        """Parities that were lost and are whole again."""
+        """Lost parities rebuilt so far."""
         self.scrubbed = self.wrong = self.repaired = 0
-        """Parities that were compared with their members, that did not agree, and that were put right."""
+        """Parities compared with their members, those that did not match, and those repaired."""
         self._plan = plan
         self._replicator = replicator
         self._parities = replicator.parities
@@ -105,14 +104,14 @@ class Stripes:
         self._scrub_cursor = 0
         self._votes: dict[int, _Vote] = {}
 
-    # For a server that lost rows
+    # Recovery of rows
 
     def recover(self, source: Peer, message: Recover, frames: Sequence[Frame], now: float) -> None:
-        """A replacement asks for syndromes; it is answered when all other members have come."""
+        """Process a replacement's request for syndromes; the answer is sent when all members have arrived."""
         self._sum_up("recover", source, message, message.without, frames, now)
 
     def compare(self, source: Peer, message: Compare, frames: Sequence[Frame], now: float) -> None:
-        """Another parity server asks whether parities here agree with their members."""
+        """Process another parity server's question whether parities here match their members."""
         self._sum_up("vote", source, message, (), frames, now)
 
     def _sum_up(
@@ -124,7 +123,7 @@ class Stripes:
         frames: Sequence[Frame],
         now: float,
     ) -> None:
-        """Begin a sum of members for somebody, unless that is under way."""
+        """Start a sum for another server, unless it is already running."""
         if self._replicator.peer(source.slot) != source:
             return
         for job in self._jobs.values():
@@ -171,10 +170,10 @@ class Stripes:
         frames = [chosen.astype(np.uint32), syndromes, *(at.astype(np.uint32) for at in lacking.values())]
         self._post(job.source, answer, frames)
 
-    # For parities that were lost
+    # Rebuilding of parities
 
     def rebuild(self, now: float) -> None:
-        """Rebuild the next parities that are not whole, if it is time."""
+        """Rebuild the next incomplete parities, if it is time."""
         if now < self._rebuild_at or all(parity.complete for parity in self._parities.values()):
             return
         if any(job.purpose == "rebuild" for job in self._jobs.values()):
@@ -193,13 +192,13 @@ class Stripes:
                         }
                         self._look_at(self._begin("rebuild", group, t, blocks, members, now), now)
                         return
-                self._cursor[group, t] = 0  # from the start: some owners may have lacked their rows
+                self._cursor[group, t] = 0  # start over: some owners may have lacked their rows
 
     def lacking(self) -> int:
-        """How many parities are not whole."""
+        """The number of incomplete parities."""
         return sum(parity.lacking for parity in self._parities.values())
 
-    # To check that all is well
+    # Scrubbing
 
     def scrub(self, now: float) -> None:
         """Check the next stripes, if it is time."""
@@ -224,7 +223,7 @@ class Stripes:
 
     def _compare(self, job: _Job, now: float) -> None:
         parity = self._parities[job.group]
-        checked = parity.whole(job.parity, job.blocks)  # some may have been forgotten since it began
+        checked = parity.whole(job.parity, job.blocks)  # some may have been invalidated since it began
         for at in job.lacking.values():
             checked[at] = False
         wrong = checked & (parity.get(job.parity, job.blocks) != job.sums).any(1)
@@ -233,9 +232,9 @@ class Stripes:
         if wrong.any() and parity.placement.r > 1:
             self._ask_others(job.group, job.parity, job.blocks[wrong], now)
 
-    # Where they do not agree, either the parity is wrong or a member is. With one parity nobody can tell.
-    # With more, the others know: if they agree with the members, this one is wrong, and is made anew. A
-    # member that is wrong is only counted: its row may have been trained on since.
+    # On a mismatch, either the parity or a member is wrong. With one parity nobody can tell which. With more,
+    # the others can: if they match the members, this parity is wrong, and is recomputed. A wrong member is
+    # only counted: its row may have been trained on since.
 
     def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64], now: float) -> None:
         placement = self._parities[group].placement
@@ -251,14 +250,14 @@ class Stripes:
         self._votes[self._numbers] = vote
 
     def take_vote(self, message: Agreed, frames: Sequence[Frame], now: float) -> None:
-        """Whether another parity of stripes agrees with their members."""
+        """Process another parity server's answer whether its parities match the members."""
         vote = self._votes.get(message.request)
         if vote is None or message.parity not in vote.waiting:
             return
         at = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
         agrees = np.zeros(len(vote.blocks), np.bool_)
         if len(at) and at.max() >= len(vote.blocks):
-            raise ValueError("stripes that were not asked for")
+            raise ValueError("stripes that were not requested")
         agrees[at] = True
         vote.own_is_wrong &= agrees
         vote.waiting.remove(message.parity)
@@ -277,10 +276,10 @@ class Stripes:
         parity.put(job.parity, job.blocks[good], job.sums[good])
         self.repaired += int(good.sum())
 
-    # What all three do
+    # Common to all three
 
     def take_values(self, source: Peer, message: Values, frames: Sequence[Frame]) -> None:
-        """Members of a job's stripes, at their place in the lane."""
+        """Process members of a job's stripes, at their position in the lane."""
         job = self._jobs.get(message.job)
         if job is None or message.member not in job.waiting:
             return
@@ -304,7 +303,7 @@ class Stripes:
             job.lacking[message.member] = absent
 
     def note_change(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
-        """Parities have changed: sums that contain the member follow."""
+        """Apply a change of a member to the sums that include it."""
         for job in self._jobs.values():
             if (
                 (job.group, job.parity) == (part.group, part.parity)
@@ -318,7 +317,7 @@ class Stripes:
                 code.update(job.sums, at[hit], job.parity, part.member, read_only(differences[hit]))
 
     def tick(self, now: float) -> None:
-        """Finish what is complete, ask again for what has not come, drop what nobody waits for."""
+        """Finish complete sums, retry missing members, drop sums that nobody waits for."""
         if self._votes:
             self._votes = {number: vote for number, vote in self._votes.items() if now < vote.until}
         for job in list(self._jobs.values()):
@@ -331,7 +330,7 @@ class Stripes:
                 self._look_at(job, now)
 
     def finish(self, now: float) -> None:
-        """Finish what is complete."""
+        """Finish complete sums."""
         if self._jobs:
             for job in [job for job in self._jobs.values() if not job.waiting]:
                 self._look_at(job, now)

@@ -1,1 +1,1 @@
-"""What people see of a job: progress, failures, the live view."""
+"""What users see of a job: progress, failures, the live view, the result."""

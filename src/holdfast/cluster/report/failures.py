@@ -1,4 +1,4 @@
-"""What a job's end says of servers that died, gathered from the supervisor's reports while it ran."""
+"""Failures of servers, and throughput around them, collected from the supervisor's reports."""
 
 from __future__ import annotations
 
@@ -19,64 +19,64 @@ _State = Literal["before", "degraded", "after"]
 
 @dataclass(frozen=True, slots=True)
 class ServerFailure:
-    """A server that died and what became of it. Seconds count from when its death was noticed; None: the job
-    ended before."""
+    """A server that died, and its recovery. Seconds count from the detection of the failure; None: the job
+    ended first."""
 
     slot: int
     reason: str
     step: int
-    """Of the job, then."""
+    """The job's step at that time."""
     started_seconds: float | None = None
-    """Until another process had taken its place."""
+    """Until a replacement had taken over."""
     resumed_seconds: float | None = None
-    """Until all workers that were at work had gone on."""
+    """Until all workers that were working had resumed."""
     recovered_seconds: float | None = None
-    """Until it had all rows."""
+    """Until its replacement had all rows."""
     rows: int = 0
-    """How many were recovered."""
+    """Rows recovered."""
     compared: int = 0
-    """With ``job.compare_recovered``: how many of them were compared with the dead server's memory, …"""
+    """With ``job.compare_recovered``: how many of them were compared with the dead server's memory."""
     unequal: int = 0
-    """… and how many were not the same to the bit."""
+    """How many of the compared rows were not bit-identical."""
     whole_seconds: float | None = None
-    """Until all servers had all rows and parities, so that more could die."""
+    """Until all servers had all rows and parities, so that full redundancy was restored."""
     went_back: int = 0
-    """How many were lost and went back to what was last saved of them, …"""
+    """Rows that were lost and went back to their last saved values."""
     what: str = ""
-    """… which, where that were not all of its rows, …"""
+    """Which rows went back, if not all of the server's."""
     version: int | None = None
-    """… the version that they went back to (0: to their first values), …"""
+    """The version that they went back to; 0: their initial values."""
     samples_lost: int = 0
-    """… and how many samples had been trained on since: what they taught those rows is lost."""
+    """Samples trained on since that version, whose updates to these rows are lost."""
 
 
 def lost_rows_path(folder: Path, server: Peer, plan: JobPlan) -> Path:
-    """Where in the run's folder a server that took over writes which rows are lost.
+    """The file in the run's folder in which a replacement lists lost rows.
 
-    With ``beyond: job`` the job ends as soon as a row is found lost, and nobody looks for more: the name says
-    so.
+    With ``beyond: job`` the job ends as soon as one row is found lost, so the list may be incomplete; the
+    name says so.
     """
     first = "" if plan.beyond == "rows" else "first-found-"
     return folder / _LOST_FOLDER / f"{first}server-{server.slot}-{server.incarnation}.csv"
 
 
 class Failures:
-    """Gathers them. Events may come late and more than once."""
+    """Collects failures from events, which may arrive late and more than once."""
 
     def __init__(self) -> None:
         self._found: list[_Found] = []
         self._seen: set[tuple[float, str]] = set()
 
     def __call__(self) -> tuple[ServerFailure, ...]:
-        """Those so far, in order."""
+        """The failures so far, in order."""
         return tuple(found.failure for found in self._found)
 
     def note(self, happened: Iterable[Happening]) -> None:
-        """Take what has happened lately."""
+        """Process recent events."""
         for happening in sorted(happened, key=lambda one: one.at):
             if (happening.at, happening.event) not in self._seen:
                 self._seen.add((happening.at, happening.event))
-                # A report that cannot be understood tells nothing; it must not end the job.
+                # Ignore malformed events: they must not end the job.
                 with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                     self._take(happening.event, happening.at, happening.figures)
 
@@ -101,7 +101,7 @@ class Failures:
                         found.add("whole_seconds", at)
 
     def _add(self, figures: Mapping[str, Any], name: str, at: float, **more: Any) -> None:
-        """What is said of a replacement belongs to the last death of its predecessor."""
+        """Add a replacement's figures to the last death of its predecessor."""
         for found in reversed(self._found):
             if (found.failure.slot, found.incarnation) == (figures["slot"], figures["incarnation"] - 1):
                 found.add(name, at, **more)
@@ -121,22 +121,22 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Samples per second of a job in which servers died; None where no time passed."""
+    """Samples per second of a job in which servers died; None for a period that did not occur."""
 
     before: float | None
-    """Before the first one did."""
+    """Before the first death."""
     degraded: float | None
-    """From when a death was noticed until all rows and parities were back, all such times together."""
+    """From detection of a death until full redundancy was restored, all such periods together."""
     after: float | None
     """With full redundancy, after the first death."""
 
 
 class SpeedMeter:
-    """Measures them, report by report.
+    """Measures ``Speeds`` from the supervisor's reports.
 
     Args:
-        samples: before this job's first batch.
-        clock: tells the time.
+        samples: count before this job's first batch.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, samples: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -150,7 +150,7 @@ class SpeedMeter:
         """Seconds since samples last grew; they count only if samples grow again."""
 
     def note(self, samples: int, *, degraded: bool) -> None:
-        """Take the next report: samples that count, and whether redundancy is lacking after a death."""
+        """Process the next report: samples that count, and whether redundancy is degraded after a death."""
         now = self._clock()
         grown = samples - self._most  # below 0 for a while when a server was replaced
         if self._last is not None:
@@ -169,7 +169,7 @@ class SpeedMeter:
             self._state = "after"
 
     def __call__(self) -> Speeds:
-        """So far."""
+        """The speeds so far."""
         states: tuple[_State, ...] = ("before", "degraded", "after")
         return Speeds(
             *(

@@ -1,4 +1,4 @@
-"""What a person sees of a job: every process in a table on a terminal, plain lines elsewhere."""
+"""The live view of a job: a table of all processes on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _STYLES = {
 
 
 def build_view(console: Console) -> TrainingView[JobProgress]:
-    """The live view on a terminal, plain lines in a pipe or a log."""
+    """A live table on a terminal, plain lines in a pipe or a log."""
     return LiveJobView(console) if console.is_terminal else PlainJobView(console)
 
 
 class _Left:
-    """The time left, reckoned from the first batch on: starting the processes takes its own time."""
+    """Estimates the time left from the first batch on, as starting the processes takes extra time."""
 
     def __init__(self) -> None:
         self._left: TimeLeft | None = None
@@ -51,7 +51,7 @@ class _Left:
 
 
 class LiveJobView:
-    """A table of all processes over a progress bar with the run's figures; news scroll by above it."""
+    """A table of all processes above a progress bar with the run's figures; events scroll by above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -69,7 +69,7 @@ class LiveJobView:
         self._live.stop()
 
     def update(self, progress: JobProgress) -> None:
-        """Redraw."""
+        """Redraw the table."""
         for happening in progress.news:
             text = tell(happening)
             if text:
@@ -79,7 +79,7 @@ class LiveJobView:
 
 
 class PlainJobView:
-    """A line for each piece of news, one every few seconds, and one at the end."""
+    """Prints a line for each event, a progress line every few seconds, and one at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -96,7 +96,7 @@ class PlainJobView:
         pass
 
     def update(self, progress: JobProgress) -> None:
-        """Print what there is to print."""
+        """Print new events, and a progress line if one is due."""
         for happening in progress.news:
             text = tell(happening)
             if text:
@@ -118,7 +118,7 @@ class PlainJobView:
 
 
 def render(progress: JobProgress, seconds_left: float | None, elapsed_seconds: float) -> RenderableType:
-    """The table and the two lines under it; in 80 columns nothing is left out."""
+    """The table and the lines below it; in 80 columns nothing is omitted."""
     table = Columns(
         ("process", "state", "speed", "rows held", "memory", "silent for"),
         words=("process", "state"),
@@ -145,7 +145,7 @@ def _describe(progress: JobProgress, seconds_left: float | None) -> str:
 
 
 def describe_redundancy(redundancy: RedundancyStatus) -> str:
-    """Whether servers may die, and if not, what is being done about it, in one line."""
+    """Describe in one line whether servers may die, or the progress of recovery."""
     if redundancy.state == "healthy":
         return f"redundancy is whole: any {_number(redundancy.tolerates, 'server')} may die"
     what = "; ".join(_describe_lacking(one) for one in redundancy.lacking)
@@ -154,7 +154,7 @@ def describe_redundancy(redundancy: RedundancyStatus) -> str:
 
 def _describe_lacking(one: LackingServer) -> str:
     if one.state == "gone":
-        return f"server {one.slot} is gone, another process takes its place"
+        return f"server {one.slot} is gone, its replacement is starting"
     what = "rows" if one.state == "recovering" else "parities"
     left = "" if one.seconds_left is None else f", {duration(one.seconds_left)} left"
     return f"server {one.slot} has {one.restored:.0%} of its {what} back{left}"

@@ -1,4 +1,4 @@
-"""Where a job stands, as people and programs want to know it: from the supervisor's reports to figures."""
+"""Progress of a job: convert the supervisor's status reports to figures and to text."""
 
 from __future__ import annotations
 
@@ -23,78 +23,77 @@ _NEARLY = 0.999
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """One process of a job."""
+    """The state of one process."""
 
     role: Role
     slot: int
     incarnation: int
-    """The how-manieth process it is to fill its slot."""
+    """1 for the first process in the slot, 2 for its first replacement, and so on."""
     state: str
     silent_seconds: float
-    """Since its last sign of life."""
+    """Since its last heartbeat."""
     samples_per_second: float
-    """Of a worker."""
+    """Only for workers."""
     pushes_per_second: float
-    """Of a server: batches of which it has applied its part."""
+    """Only for servers: pushes applied."""
     rows: int
-    """That a server holds."""
+    """Only for servers: rows held."""
     memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class LackingServer:
-    """A server of a protected job that does not have all that it is to hold: stripes with a record there can
-    do without fewer others."""
+    """A server that lacks rows or parities. Stripes with a record there tolerate fewer failures."""
 
     slot: int
     state: Literal["gone", "recovering", "rebuilding"]
-    """Gone: its replacement is starting. Recovering: rows come back. Rebuilding: those are there, parities
-    come back."""
+    """Gone: its replacement is starting. Recovering: rows are being recovered. Rebuilding: it has all rows,
+    parities are being rebuilt."""
     rows: int
-    """Rows that it lacks; of one that is gone, that is not counted."""
+    """Missing rows; 0 for a server that is gone."""
     parities: int
     restored: float
-    """How much of the rows, then of the parities, has come back, 0 to 1."""
+    """The part of its missing rows, then of its missing parities, that is restored: 0 to 1."""
     seconds_left: float | None
-    """Until it has all rows and parities, at its speed of the last few seconds."""
+    """Estimated time until it has all rows and parities, from its speed over the last few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RedundancyStatus:
-    """Whether servers of a protected job may die."""
+    """Whether a protected job can lose servers without losing data."""
 
     state: Literal["healthy", "degraded"]
     tolerates: int
-    """How many may die now, whichever they are, before something is lost."""
+    """How many servers, whichever they are, may die now without data loss."""
     lacking: tuple[LackingServer, ...]
-    """Servers that do not have all rows and parities."""
+    """Servers that lack rows or parities."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobProgress(Progress):
-    """Where a job stands. The loss is each worker's, smoothed over its last batches, and the mean of those;
-    speeds are of the last few seconds."""
+    """Progress of a job. The loss is the mean of the workers' smoothed losses; speeds are of the last few
+    seconds."""
 
     phase: str
     """Starting, running, holding (for a checkpoint), ending or stopping."""
     processes: tuple[ProcessStatus, ...]
     news: tuple[Happening, ...]
-    """What happened since the last report, by the names of ``events.jsonl``."""
+    """Events since the last report, named as in ``events.jsonl``."""
     redundancy: RedundancyStatus | None
-    """None: servers are not protected."""
+    """None if servers are not protected."""
     stopped: bool
-    """Whether it was told to end before its time."""
+    """Whether the user has stopped it early."""
     last_checkpoint: int | None
-    """The version that it could go on from; None: there is none."""
+    """The version that it could resume from; None if there is none."""
     saved_steps: int
-    """Batches that are in it."""
+    """Steps contained in that version."""
 
 
 class Reports:
-    """Makes progress of the supervisor's reports, and events of some of it.
+    """Converts the supervisor's reports to progress, and emits ``progress`` events.
 
     Args:
-        config: the run's.
+        config: the run's configuration.
         events: gets a ``progress`` event every ``report_every`` steps.
     """
 
@@ -107,8 +106,8 @@ class Reports:
         self._reported = 0
 
     def note(self, status: Status, *, stopped: bool = False) -> JobProgress:
-        """Take the next report of a job that was told to end before its time, or not."""
-        # Not by their time alone: the supervisor's report of an event may come behind a later one of ours.
+        """Process the next report. ``stopped``: the user has stopped the job early."""
+        # Not by time alone: the supervisor's report of an event may arrive after a later one of this process.
         news = tuple(h for h in status.happened if (h.at, h.event) not in self._seen)
         self._seen |= {(h.at, h.event) for h in news}
         (speed,) = self._speed(None, status.samples)
@@ -135,13 +134,13 @@ class Reports:
         return progress
 
     def _fraction(self, status: Status, stopped: bool) -> float:
-        """How much of the run is done, 0 to 1: of each worker's part, or of ``max_steps``.
+        """The completed part of the run, 0 to 1: of all workers' batches, or of ``max_steps``.
 
-        Of one that was stopped it is less than 1: nobody knows that its last batch is done.
+        Below 1 for a stopped job: whether its last batch is done is unknown.
         """
         for node in status.nodes:
             if node.peer.role == "worker":
-                # A worker that was replaced says 0 until its first batch.
+                # A replaced worker reports 0 until its first batch.
                 slot = node.peer.slot
                 self._done[slot] = max(self._done.get(slot, 0.0), node.figures.progress)
         by_parts = sum(self._done.values()) / max(1, len(self._done))
@@ -167,18 +166,18 @@ class Reports:
 
     def _redundancy(self, status: Status) -> RedundancyStatus | None:
         code = self._config.job.code
-        if code is None or code.dense == "none":  # then the loss of any server ends the job
+        if code is None or code.dense == "none":  # then the death of any server ends the job
             return None
         found = [self._lacking(node) for node in status.nodes if node.peer.role == "server"]
         lacking = tuple(one for one in found if one is not None)
-        # Of those that have just come back, reports may say so one by one.
+        # Of servers that were just recovered, reports may arrive one by one.
         degraded = bool(lacking) or status.degraded
         return RedundancyStatus("degraded" if degraded else "healthy", max(0, code.r - len(lacking)), lacking)
 
     def _lacking(self, node: NodeStatus) -> LackingServer | None:
         has = node.redundancy
         (speed,) = self._speed(node.peer, has.recovered + has.rebuilt, of="redundancy")
-        if node.state == "starting":  # the first of its slot has lost nothing
+        if node.state == "starting":  # a first incarnation has lost nothing
             slot = node.peer.slot
             return LackingServer(slot, "gone", 0, 0, 0.0, None) if node.peer.incarnation > 1 else None
         left = has.rows + has.parities
@@ -199,7 +198,7 @@ class Reports:
 
 
 class _Speed:
-    """How fast counts grow, over the last few seconds."""
+    """The growth per second of some counts, over the last few seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, tuple[int, ...]]] = deque()
@@ -210,7 +209,7 @@ class _Speed:
         while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW_SECONDS:
             self._seen.popleft()
         then, before = self._seen[0]
-        # Two reports may come at once, and what they differ by took longer.
+        # Two reports may arrive at once, although their difference took longer.
         seconds = max(now - then, _LEAST_SECONDS)
         return [max(0.0, (count - old) / seconds) for count, old in zip(counts, before, strict=True)]
 
@@ -226,12 +225,12 @@ def _test(evaluation: Evaluation) -> Test:
 
 def _figures(progress: JobProgress) -> dict[str, Any]:
     figures = asdict(progress)
-    del figures["news"]  # events of their own
+    del figures["news"]  # emitted as separate events
     return figures
 
 
 def tell(happening: Happening) -> str | None:
-    """An event in words, for those that a person wants to see, and whose figures can be understood."""
+    """Describe an event in words. None if users need not see it, or if its figures are malformed."""
     try:
         return _tell(happening)
     except (KeyError, TypeError, ValueError):
@@ -249,11 +248,11 @@ def _tell(happening: Happening) -> str | None:
             text = f"{who} {figures['reason']}"
         case "worker_started" if figures["incarnation"] > 1:
             text = (
-                f"{who} was replaced: process {figures['incarnation']} in its place goes on behind its batch "
+                f"{who} restarted (incarnation {figures['incarnation']}), resuming after batch "
                 f"{figures['sequence']:,}"
             )
         case "process_started" if figures["role"] == "supervisor":
-            text = "the supervisor was started again"
+            text = "the supervisor was restarted"
         case "test":
             text = (
                 f"test at step {figures['step']:,}: AUC {figures['auc']:.4f}, "
@@ -269,7 +268,7 @@ def _tell(happening: Happening) -> str | None:
 
 
 def _tell_of_checkpoints(event: str, figures: Mapping[str, Any]) -> str | None:
-    """Once for each cause: what comes again is counted, and said at the end."""
+    """Describe each cause of a failure once; repeated failures are counted and summarized at the end."""
     version = figures["version"]
     text = None
     match event:
@@ -277,7 +276,7 @@ def _tell_of_checkpoints(event: str, figures: Mapping[str, Any]) -> str | None:
             text = f"saved version {version:,} at step {figures['step']:,}: {decimal(figures['bytes'])}"
         case "checkpoint_failed" if not figures["again"]:
             what = "a checkpoint" if version is None else f"version {version:,}"
-            text = f"{what} was not saved, training goes on: {figures['why']}"
+            text = f"{what} was not saved, training continues: {figures['why']}"
         case "checkpoint_tidy_failed" if not figures["again"]:
             text = f"version {version:,} is saved, but files could not be rearranged: {figures['error']}"
         case "checkpoint_damaged":
@@ -287,9 +286,9 @@ def _tell_of_checkpoints(event: str, figures: Mapping[str, Any]) -> str | None:
 
 def _tell_of_store(event: str, figures: Mapping[str, Any]) -> str:
     if event == "store_not_opened":
-        return f"{figures['message']}; it is tried again"
+        return f"{figures['message']}; retrying"
     most, why = f"at most {figures['most_seconds']:.0f} s", figures["message"]
-    return f"the job waits for its store, {most}" + (f": {why}" if why else "")
+    return f"waiting for the store, {most}" + (f": {why}" if why else "")
 
 
 def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
@@ -297,40 +296,40 @@ def _tell_of_servers(event: str, figures: Mapping[str, Any]) -> str | None:
     text = None
     match event:
         case "server_lost" if figures["protected"] and figures.get("partial"):
-            text = f"{who} {figures['reason']}: its rows go back to what was last saved, all others go on"
+            text = f"{who} {figures['reason']}: its rows go back to their last saved values, others do not"
         case "recovery_chosen" if figures["recovery"] == "full":
-            text = f"if a server dies, the whole job goes back: {figures['reason']}"
+            text = f"if a server dies, the whole job goes back to its last checkpoint: {figures['reason']}"
         case "server_rolled_back":
-            to = f"version {figures['version']:,}" if figures["version"] else "their first values"
+            to = f"version {figures['version']:,}" if figures["version"] else "their initial values"
             what = figures["what"] or f"{figures['rows']:,} rows"
             text = f"{who}: {what} went back to {to}"
             if figures["pls"] is not None:
                 text += f"; portion of lost samples so far {figures['pls']:.4f}"
-        case "server_lost" if figures["protected"]:  # otherwise the error says it
-            text = f"{who} {figures['reason']}: its rows are recovered while training goes on"
+        case "server_lost" if figures["protected"]:  # otherwise the error message says so
+            text = f"{who} {figures['reason']}: recovering its rows while training continues"
         case "training_resumed":
-            text = f"training goes on{_after(figures)}, with another process as {who}"
+            text = f"training resumed{_after(figures)}, with a replacement for {who}"
         case "server_recovered":
             found = compared(figures["rows"], figures.get("compared", 0), figures.get("unequal", 0))
             text = f"{who}: {figures['rows']:,} rows recovered{_after(figures, 'in')}{found}"
         case "redundancy_restored":
-            text = f"all rows and parities are there again{_after(figures)}"
+            text = f"redundancy restored{_after(figures)}"
         case "network_updates_lost":
-            text = f"{who}: its network lacks {figures['updates']:,} updates, whose only copy a worker had"
+            text = f"{who}: {figures['updates']:,} network updates are lost, only a dead worker had them"
         case "parities_wrong":
             text = (
-                f"{who}: {figures['wrong']:,} parities did not agree with their rows, "
-                f"{figures['repaired']:,} of them were put right"
+                f"{who}: {figures['wrong']:,} parities did not match their rows, "
+                f"{figures['repaired']:,} of them were repaired"
             )
         case "data_lost":
             text = f"data was lost: {figures['message']}"
         case "job_restored" | "job_resumed":  # after a loss, or as it starts
-            text = f"the job goes on from version {figures['version']:,}, step {figures['step']:,}"
+            text = f"resuming from version {figures['version']:,}, step {figures['step']:,}"
     return text
 
 
 def compared(rows: int, count: int, unequal: int) -> str:
-    """What comparing recovered rows with the memory of the dead server has shown, if that was done."""
+    """The result of comparing recovered rows with the dead server's memory, if that was done."""
     if not count:
         return ""
     if unequal:

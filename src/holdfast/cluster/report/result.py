@@ -1,4 +1,4 @@
-"""How a job ended, for people: its result, and which of its checkpoints could not be saved."""
+"""The result of a job, and a ledger of the checkpoints that could not be saved."""
 
 from __future__ import annotations
 
@@ -18,68 +18,67 @@ REASONS = {
     "denied": "no permission",
     "unreachable": "the store cannot be reached",
 }
-"""In short, by kind."""
+"""Short descriptions, by ``SaveFailure.kind``."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What a job ends with."""
+    """The result of ``Job.run``."""
 
     steps: int
-    """Batches that were trained on, each once."""
+    """Batches trained on; each counts once."""
     samples: int
     train_seconds: float
-    """From when workers began to the end of the last step, with the tests between."""
+    """From the workers' start to the end of the last step, including tests in between."""
     samples_per_second: float
     test: Evaluation
-    """The last one."""
+    """The last test."""
     tests: tuple[Evaluation, ...]
     workers_replaced: int
     """Workers that died and were replaced."""
     bad_lines: int
-    """Lines of the data that were skipped; those that a worker skipped before it was replaced are missing."""
+    """Lines of the data that were skipped, without those that a worker skipped before it was replaced."""
     kills_missed: tuple[Kill, ...]
-    """Kills that were asked for and did not happen, as the job had ended by then."""
+    """Requested kills that did not happen because the job had ended."""
     records: str
-    """A checksum over all servers' records: equal for equal jobs; "" if a server did not tell it in time."""
+    """A checksum of all servers' records, equal for equal jobs; "" if a server did not report one in time."""
     folder: Path
-    """The run's: its configuration, events and logs."""
+    """The run's folder: its configuration, events and logs."""
     interrupted: bool
-    """Whether it ended before its time."""
+    """Whether the job was stopped early."""
     signal: int | None = None
-    """The signal that ended it then."""
+    """The signal that stopped it early."""
     versions: tuple[int, ...] = ()
-    """Checkpoints that were saved."""
+    """Checkpoints saved."""
     save_failures: tuple[SaveFailure, ...] = ()
-    """Why others could not be, and how many: the job went on without them."""
+    """Why other checkpoints could not be saved, with counts; the job continued without them."""
     unsaved: bool = False
-    """Whether the last one that was to be saved, at the end or before, was not."""
+    """Whether the last checkpoint that was due, at the end or before, could not be saved."""
     last_checkpoint: int | None = None
-    """The version that the job can go on from, this run's or an earlier one's; None: there is none."""
+    """The version to resume from, saved by this run or an earlier one; None if there is none."""
     unsaved_steps: int = 0
-    """Batches that are not in it; all of them if there is none."""
+    """Steps that it does not contain; all of them if there is none."""
     losses: tuple[str, ...] = ()
-    """What was lost each time that more servers died than the code covers, and the job went back to its last
-    checkpoint."""
+    """A description of each data loss after which the job restarted from its last checkpoint."""
 
     failures: tuple[ServerFailure, ...] = ()
-    """Each server that died, and how the job came back."""
+    """Each server that died, and how it was recovered."""
     speeds: Speeds | None = None
-    """Samples per second before, between and after; None if no server died."""
+    """Samples per second before, during and after degraded redundancy; None if no server died."""
     pls: float = 0.0
-    """The portion of lost samples of partial recovery: samples since the last save times the server's share
-    of the rows, summed over all servers that died, of all samples."""
+    """The portion of lost samples with partial recovery: samples since the last save times the server's share
+    of the rows, summed over all servers that died, divided by all samples."""
     parities_checked: int = 0
-    """How often a parity was compared with its rows (``scrub_seconds``), by servers that lived to the end."""
+    """Comparisons of a parity with its rows (``scrub_seconds``), by servers that lived to the end."""
     parities_wrong: int = 0
-    """How often they did not agree."""
+    """How many of these did not match."""
     messages_dropped: int = 0
-    """Messages that came to processes which lived to the end, and did not count: damaged, malformed, or not
-    from who may send them."""
+    """Messages dropped by processes that lived to the end: damaged, malformed, or from a sender that may not
+    send them."""
 
     @property
     def auc(self) -> float:
-        """On the test part, at the end."""
+        """AUC of the last test."""
         return self.test.auc
 
     @property
@@ -94,10 +93,10 @@ class JobResult:
 
 
 class SaveLedger:
-    """Adds up what supervisors report, one after the other; each begins at nothing.
+    """Adds up the failed saves that successive supervisors report; each of them starts counting at zero.
 
     Attributes:
-        unsaved: whether the last version that was to be saved was not.
+        unsaved: whether the last version that was due could not be saved.
     """
 
     def __init__(self) -> None:
@@ -107,11 +106,11 @@ class SaveLedger:
         self._newest = 0
 
     def __call__(self) -> tuple[SaveFailure, ...]:
-        """Those so far."""
+        """The failures so far, with counts."""
         return _sum((*self._before, *self._now))
 
     def note(self, status: Status) -> None:
-        """Take the next report."""
+        """Process the next report."""
         told = status.save_failures
         if count(told) < count(self._now):
             self._before, self._now = self(), ()
@@ -120,22 +119,22 @@ class SaveLedger:
         self._now, self._newest = told, status.last_version
 
     def end(self) -> None:
-        """The job begins again from a checkpoint."""
+        """Finish a run: the job restarts from a checkpoint, with a new supervisor."""
         self._before, self._now = self(), ()
 
 
 def count(failures: Iterable[SaveFailure]) -> int:
-    """Versions that were not saved."""
+    """The number of versions that were not saved."""
     return sum(failure.count for failure in failures)
 
 
 def in_short(failures: Iterable[SaveFailure]) -> str:
-    """Why, without what to do about it: that was said when it happened."""
+    """The reasons, without remedies: those were printed when the failures happened."""
     return "; ".join(dict.fromkeys(REASONS.get(one.kind, one.why) for one in failures))
 
 
 def describe_lack(result: JobResult) -> str:
-    """What is to be said of a job whose last checkpoint could not be saved."""
+    """Describe the state of a job whose last checkpoint could not be saved."""
     failed, saved = result.checkpoints_failed, len(result.versions)
     if saved:
         what = f"{failed:,} of {failed + saved:,} checkpoints failed, the last among them"

@@ -1,1 +1,1 @@
-"""Where machines meet the world: processes, sockets, clocks, keys."""
+"""The environment of state machines: processes, sockets, clocks, keys."""

@@ -1,10 +1,10 @@
-"""The CURVE keys of a job that talks over TCP: who a node is, and how it proves it.
+"""The CURVE keys of a job over TCP, by which nodes authenticate.
 
-Whoever starts a job makes a pair of keys for every node of it, in memory and for this run alone, and hands
-each its own together with everybody's public ones through the pipe by which it is told what to be. Nothing
-of it is ever in a file, in an environment or in a command line. A key stands for one role and slot: a worker
-that claims to be the supervisor, or another worker, is not believed. All incarnations of a slot have the same
-pair; which of them counts is the protocol's to say.
+The launcher makes a key pair for every node, in memory and for this run only. It passes each node its own
+pair and all public keys through the pipe with the node's assignment. Keys are never in a file, in an
+environment variable or on a command line. A key belongs to one role and slot: a worker that claims to be the
+supervisor, or another worker, is rejected. All incarnations of a slot share one pair; the protocol decides
+which of them counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.cluster.protocol.messages import Peer, Role
 from holdfast.errors import ConfigError
 
 Name = tuple[Role, int]
-"""A node by its role and slot."""
+"""A node's role and slot."""
 
 
 class KeyHolder(Struct, frozen=True, array_like=True):
@@ -30,8 +30,8 @@ class KeyHolder(Struct, frozen=True, array_like=True):
     public: str
 
 
-class Keys(Struct, frozen=True, dict=True):  # a dict for what is computed once
-    """What one node holds: its own pair, and everybody's public key, each 40 letters of Z85."""
+class Keys(Struct, frozen=True, dict=True):  # dict: for cached properties
+    """The keys of one node: its own pair, and all public keys, each 40 characters of Z85."""
 
     public: str
     secret: str
@@ -42,11 +42,11 @@ class Keys(Struct, frozen=True, dict=True):  # a dict for what is computed once
 
     @cached_property
     def names(self) -> dict[str, Name]:
-        """The node that a public key stands for."""
+        """The node of each public key."""
         return {member.public: (member.role, member.slot) for member in self.members}
 
     def public_of(self, role: Role, slot: int) -> str:
-        """The key of a node; raises ConfigError if it is no member of the job."""
+        """The public key of a node. Raises ConfigError if it is not a member of the job."""
         for member in self.members:
             if (member.role, member.slot) == (role, slot):
                 return member.public
@@ -54,24 +54,24 @@ class Keys(Struct, frozen=True, dict=True):  # a dict for what is computed once
 
 
 class JobKeys:
-    """The keys of all nodes of one job, as whoever starts it has them.
+    """The keys of all nodes of one job, as the launcher has them.
 
     Args:
-        servers: how many there are.
-        workers: how many there are.
+        servers: number of servers.
+        workers: number of workers.
     """
 
     def __init__(self, servers: int, workers: int) -> None:
         if not zmq.has("curve"):
             raise ConfigError(
-                "this build of ZeroMQ has no CURVE, which TCP takes: install pyzmq from its wheels, or use "
-                'bind="ipc"'
+                "this build of ZeroMQ has no CURVE, which TCP requires: install pyzmq from its wheels, or "
+                'use bind="ipc"'
             )
         self._pairs = {name: _pair() for name in _names(servers, workers)}
         self._members = tuple(KeyHolder(*name, public) for name, (public, _) in self._pairs.items())
 
     def of(self, peer: Peer) -> Keys:
-        """What a node is to hold."""
+        """The keys that a node needs."""
         public, secret = self._pairs[peer.role, peer.slot]
         return Keys(public, secret, self._members)
 

@@ -1,4 +1,4 @@
-"""A machine in a process: what comes over the wire goes in, what comes out is sent, and time passes."""
+"""Run a state machine in a process: receive messages, send its outbox, and tick."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
 LINKS_FILE = "links"
-"""In the folder of ``holdfast chaos``."""
+"""Name of the file in the folder of ``holdfast chaos``."""
 
 
 @contextlib.contextmanager
 def open_transport(assignment: Assignment, *, listens: bool = True) -> Iterator[ZmqTransport]:
-    """The sockets of a node, connected to its supervisor if it is not that itself."""
+    """Open a node's sockets, and connect it to the supervisor unless it is the supervisor."""
     me = assignment.me
     bind = address_of(assignment.bind, me) if listens else None
     if me.role == "supervisor" and assignment.supervisor:
@@ -40,17 +40,17 @@ def open_transport(assignment: Assignment, *, listens: bool = True) -> Iterator[
 
 
 def connect_servers(transport: ZmqTransport, view: View, slots: Collection[int]) -> None:
-    """Connect a node to those of these servers that a view names an address of."""
+    """Connect a node to those of these servers whose address is in the view."""
     for server in view.servers:
         if server.endpoint and server.slot in slots:
             try:
                 transport.connect("server", server.slot, server.endpoint)
-            except ConfigError as error:  # it came in a message: it must not end this node
-                log.warning("server %d is out of reach: %s", server.slot, error)
+            except ConfigError as error:  # the address came in a message: it must not end this node
+                log.warning("server %d is unreachable: %s", server.slot, error)
 
 
 def broken_links(assignment: Assignment) -> Links | None:
-    """The links that are broken on purpose, if somebody does that to this job."""
+    """The table of broken links, if this is a chaos run."""
     return Links(Path(assignment.chaos) / LINKS_FILE) if assignment.chaos else None
 
 
@@ -61,7 +61,7 @@ def run_node(
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a machine until the condition holds; ``prepare`` is called before anything is sent."""
-    # What was loaded and compiled stays: to look through it again and again was a tenth of a server's time.
+    # Exclude modules and compiled code from garbage collection, which took a tenth of a server's time.
     gc.freeze()
     next_tick = 0.0
     while not until():
@@ -78,13 +78,13 @@ def run_node(
 
 
 def send_outbox(node: Node, transport: ZmqTransport) -> None:
-    """Send what a machine wants to send."""
+    """Send the messages in a machine's outbox."""
     for envelope in node.outbox:
         transport.send(envelope)
     node.outbox.clear()
 
 
 def memory_bytes() -> int:
-    """What this process has in memory."""
+    """Resident memory of this process."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

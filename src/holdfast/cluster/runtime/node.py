@@ -1,9 +1,9 @@
-"""A process of a job, and the template that it is a copy of.
+"""A process of a job, and the template process that it is forked from.
 
-What a role needs takes seconds to load (torch, numba), so one process of each role does that, the template,
-and forks itself whenever the launcher asks for a node. Nodes are the launcher's children, not the
-template's: they outlive it. Each waits to be told who it is, one line of JSON on standard input
-(``Assignment``), and runs; when standard input ends, whoever started it is gone, and it ends, too.
+Imports take seconds (torch, Numba), so one process for each role, the template, does them once and forks
+whenever the launcher asks for a node. Nodes are children of the launcher, not of the
+template: they outlive it. Each waits for its assignment, one line of JSON on standard input
+(``Assignment``), and runs it. When standard input ends, its launcher is gone, and it exits.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ MODULES: Final[Mapping[str, str]] = {
     "worker": "holdfast.cluster.worker.process",
     "supervisor": "holdfast.cluster.supervisor.process",
 }
-"""Where each role's ``run(assignment)`` is. If there is a ``load()``, the template calls it before it forks
-for the first time; ``prepare()``, when nothing has been asked of it for a while."""
+"""The module with each role's ``run(assignment)``. The template calls its ``load()``, if any, before the
+first fork, and its ``prepare()`` when there was no request for a while."""
 _STDIN: Final = 0
 _OUTPUTS: Final = (1, 2)
 _PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
 _IDLE_SECONDS: Final = 3.0
-"""Before that, those that have just started need the processors."""
+"""Before that, processes that have just started need the processors."""
 
 
 class Assignment(Struct, frozen=True, kw_only=True):
-    """Who a process is to be."""
+    """The identity and configuration of a process."""
 
     me: Peer
     plan: JobPlan
@@ -58,25 +58,25 @@ class Assignment(Struct, frozen=True, kw_only=True):
     bind: str = ""
     """Where nodes listen: "ipc://" and the folder of their sockets, or a TCP address without a port."""
     keys: Keys | None = None
-    """Of this node; None: the kernel keeps strangers from the sockets."""
+    """This node's keys; None: the kernel protects the sockets."""
     faults: tuple[str, ...] = ()
-    """Where to end the process by force (see ``worker.faults``)."""
+    """Where to kill the process (see ``worker.faults``)."""
     chaos: str = ""
-    """The folder with which ``holdfast chaos`` breaks links and learns what was acknowledged; "" for none."""
+    """The folder in which ``holdfast chaos`` breaks links and reads acknowledged pushes; "" for none."""
 
 
 def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
-    """Be a template: ``ROLE LAUNCHER`` are the arguments, the latter the process that asks and whose end ends
-    this one; standard input is a socket to it (``SOCK_SEQPACKET``).
+    """Run a template. Its arguments are ``ROLE LAUNCHER``: the launcher's pid, whose end also ends this
+    process. Standard input is a socket to the launcher (``SOCK_SEQPACKET``).
 
     A request is one byte with two open files, the node's standard input and its log; the answer is the
-    node's number. An exception ends the process with code 1, its traceback goes to standard error.
+    node's pid. An exception ends the process with code 1; its traceback goes to standard error.
     """
     code = 1
     try:
-        gc.disable()  # while modules are loaded, which stay
+        gc.disable()  # while importing modules, which stay
         faulthandler.enable()
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # killed: nothing is flushed
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # SIGKILL flushes nothing
         role = sys.argv[1] if len(sys.argv) > 1 else ""
         if role not in modules:
             raise ConfigError(f"the role is {role!r}: expected one of {', '.join(modules)}")
@@ -92,7 +92,7 @@ def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
 
 
 def _fork_on_request(module: ModuleType, node: Callable[[], NoReturn]) -> None:
-    """Until the launcher closes its end."""
+    """Fork nodes until the launcher closes its end."""
     with socket.socket(fileno=_STDIN) as requests:
         prepared = False
         while True:
@@ -109,7 +109,7 @@ def _fork_on_request(module: ModuleType, node: Callable[[], NoReturn]) -> None:
 
 
 def _fork(handles: list[int], node: Callable[[], NoReturn]) -> int:
-    """Fork twice: a process whose parent ends at once goes to the launcher (see ``LocalLauncher``)."""
+    """Fork twice: an orphan becomes a child of the launcher (see ``LocalLauncher``)."""
     read, write = os.pipe()
     between = os.fork()
     if between == 0:
@@ -134,13 +134,13 @@ def _fork(handles: list[int], node: Callable[[], NoReturn]) -> int:
     answer = os.read(read, 32)
     os.close(read)
     if not answer:
-        raise OSError("the system gave no further process")
+        raise OSError("fork failed: the system has no process left")
     return int(answer)
 
 
 def _be_a_node(role: str, module: ModuleType, launcher: int) -> NoReturn:
-    """The exit code is 0 when the role's ``run`` returns or standard input ends, 1 after an exception.
-    Threads that still run then do not keep the process."""
+    """Run a node. The exit code is 0 when the role's ``run`` returns or standard input ends, 1 after an
+    exception. Threads that still run then do not keep the process alive."""
     code = 1
     try:
         os.setsid()
@@ -150,7 +150,7 @@ def _be_a_node(role: str, module: ModuleType, launcher: int) -> NoReturn:
             threading.Thread(target=_watch_stdin, name="stdin", daemon=True).start()
             assignment = msgspec.json.decode(line, type=Assignment)
             if assignment.me.role != role:
-                raise ConfigError(f"a {role} process was told to be {assignment.me}: start one of that role")
+                raise ConfigError(f"a {role} process was assigned {assignment.me}: start one of that role")
             _stay_on_processors(assignment)
             module.run(assignment)
         code = 0
@@ -160,7 +160,7 @@ def _be_a_node(role: str, module: ModuleType, launcher: int) -> NoReturn:
 
 
 def _stay_on_processors(assignment: Assignment) -> None:
-    """Before there are threads: they inherit it."""
+    """Set the CPU affinity before there are threads, which inherit it."""
     servers = set(assignment.plan.server_processors)
     if servers and assignment.me.role == "server":
         os.sched_setaffinity(0, servers)
@@ -169,7 +169,7 @@ def _stay_on_processors(assignment: Assignment) -> None:
 
 
 def _call(module: ModuleType, name: str) -> None:
-    """Call what a role loads by, if it does; what is there now stays, and is not looked at again."""
+    """Call a role's function, if it exists; then exclude existing objects from garbage collection."""
     gc.disable()
     getattr(module, name, lambda: None)()
     gc.freeze()
@@ -183,14 +183,14 @@ def _end(code: int) -> NoReturn:
 
 
 def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when ``parent`` ends, even while it is stopped."""
+    """Let the kernel kill this process when ``parent`` ends, even while it is suspended."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # it ended before prctl took effect
         os._exit(0)
 
 
 def _read_line() -> bytes:
-    """A line of standard input; empty if it ended first. Not read ahead: the rest is ``_watch_stdin``'s."""
+    """Read a line of standard input; empty if it ended first. Unbuffered: ``_watch_stdin`` reads the rest."""
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(_STDIN, 1 << 16)
@@ -207,7 +207,7 @@ def _watch_stdin() -> None:
 
 
 if __name__ == "__main__":
-    # Not this module's own: what roles import is another copy of it, with another Assignment.
+    # Not this module's own ``main``: roles import another copy of this module, with another Assignment.
     from holdfast.cluster.runtime.node import main as imported_main
 
     imported_main()

@@ -1,12 +1,12 @@
-"""The supervisor's part of a checkpoint: when to cut, and one manifest for what all servers have written.
+"""The supervisor's part of a checkpoint: when to cut, and one manifest for the files of all servers.
 
-``SaveCoordinator.advance`` is the main path, one stage after the other: *cutting* (the supervisor makes the
-workers hold and the servers copy), *collecting* (what has each server written?), *committing* (the dense
+``SaveCoordinator.advance`` is the main path, one stage at a time: *cutting* (the supervisor makes workers
+hold and servers copy), *collecting* (each server reports its files), *committing* (the dense
 file, then the manifest), *tidying* (servers rearrange files) and *replacing* (a manifest with those).
-Everything that touches the store runs behind the supervisor's back.
+All access to the store runs in the background.
 
-What is not in a manifest when the supervisor dies never will be: its successor starts from the store, and
-servers mark the rows of a cut that came to nothing again. So there is nothing here to be remembered.
+If something is not in a manifest when the supervisor dies, it never will be: the next supervisor starts from
+the store, and servers mark the rows of a failed cut again. So nothing here needs to be durable.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from holdfast.errors import HoldfastError, StoreFull, StoreLocked, StoreUnreacha
 from holdfast.options import Policy
 
 GIVE_UP_SECONDS = 120.0
-"""That a job waits at its end for a store that is locked or cannot be reached."""
+"""How long a job waits at its end for a store that is locked or unreachable."""
 _AGAIN_SECONDS = 2.0
 _LEASE_SECONDS = 90.0
-"""In which the lease of a supervisor that died runs out, after a minute."""
+"""The lease of a dead supervisor expires within this time, after a minute."""
 
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -61,39 +61,39 @@ class _Answer:
 
 @dataclass
 class _Save:
-    """The version under way."""
+    """The version being saved."""
 
     version: int
     baseline: bool
     whole: bool
-    """Whether it holds all rows that have changed, not only those that matter most."""
+    """Whether it contains all changed rows, not only those with priority."""
     began: float
     incarnations: tuple[int, ...]
-    """Of the servers: one that was replaced has no part of it."""
+    """Of the servers: a replaced one has no part in it."""
     stage: Stage = "cutting"
     cut: Cut | None = None
     hold_seconds: float = 0.0
     answers: dict[int, _Answer] = field(default_factory=dict)
     retries: dict[int, Retry] = field(default_factory=dict)
-    """Of what each server has been asked."""
+    """Retry timer of the request to each server."""
 
 
 class SaveCoordinator:
     """Saves a job; implements ``supervisor.machine.Keeper``.
 
     Args:
-        plan: the job's.
+        plan: the job's plan.
         open_store: opens the store for writing.
-        runs: what writes; nothing here waits for a disk.
-        now: the time.
+        runs: runs writes in the background; nothing here waits for a disk.
+        now: the current time.
 
     Attributes:
-        events: what has happened; whoever runs it takes them out.
+        events: new events; the caller takes them out.
         saved: the versions that this job has saved.
-        failures: why others could not be.
-        untidy: why files of versions that were saved could not be rearranged.
-        last_version: the newest that a job can go on from; 0: none is known.
-        saved_steps: the batches that are in it.
+        failures: why other versions could not be saved.
+        untidy: why files of saved versions could not be rearranged.
+        last_version: the newest version that a job can resume from; 0: none known.
+        saved_steps: the number of steps it contains.
     """
 
     def __init__(self, plan: JobPlan, open_store: Callable[[], Store], runs: Runs, now: float) -> None:
@@ -115,17 +115,17 @@ class SaveCoordinator:
         self._clearing: BackgroundOutcome | None = None
         self._live_bytes = 0
         self._last_number = 0
-        self._whole_steps = self.saved_steps  # only a whole version may be the last
+        self._whole_steps = self.saved_steps  # the last version must be whole
         self._schedule = SaveSchedule(self._policy, now, self.saved_steps)
         self._final: float | None = None
         self._final_tried = self._final_again = False
         self._made_room = False
         self._waited = False
 
-    # What the supervisor calls
+    # Called by the supervisor
 
     def receive(self, slot: int, message: Saved, frames: Sequence[Frame]) -> None:
-        """What a server has saved; what nobody waits for is dropped."""
+        """Process a server's report; unexpected ones are dropped."""
         save = self._save
         stage = "tidying" if message.tidy else "collecting"
         if save is None or message.version != save.version or save.stage != stage or slot in save.answers:
@@ -133,12 +133,12 @@ class SaveCoordinator:
         try:
             change = msgspec.json.decode(message.change, type=FileChange)
         except (msgspec.MsgspecError, RecursionError) as error:
-            self._drop((f"server {slot} said what cannot be understood: {error}", ""))
+            self._drop((f"server {slot} sent a malformed report: {error}", ""))
             return
         save.answers[slot] = _Answer(change, message, list(frames))
 
     def advance(self, supervisor: Supervisor, now: float) -> None:
-        """Take the save that is under way one step further, or begin one that is due."""
+        """Take the save in progress one step further, or start one that is due."""
         if self._publisher is None:
             self._advance_opening(supervisor, now)
         elif self._save is not None:
@@ -149,7 +149,7 @@ class SaveCoordinator:
             self._skip(supervisor, now)
 
     def may_stop(self, supervisor: Supervisor, now: float) -> bool:
-        """Whether the state at the end is saved, or could not be."""
+        """Whether the final state is saved, or cannot be saved."""
         self._final = self._final if self._final is not None else now
         if self._save is not None or not self._is_free():
             return False
@@ -166,7 +166,7 @@ class SaveCoordinator:
         return False
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Release the store."""
         self._opening.close()
 
     # Opening
@@ -184,7 +184,7 @@ class SaveCoordinator:
                 self._fail([(opening.why(), kind_of(opening.error))])
 
     def _gives_up(self, now: float) -> bool:
-        """At the end: whether it is useless to wait for the store."""
+        """At the end of the job: whether to stop waiting for the store."""
         opening = self._opening
         assert self._final is not None
         if opening.is_hopeless(self._final, now):
@@ -197,7 +197,7 @@ class SaveCoordinator:
         return self._final_tried
 
     def _look_around(self, catalog: Catalog, supervisor: Supervisor) -> None:
-        """What is in the store that this job can go on with?"""
+        """Find the state in the store that this job can continue from."""
         self._publisher = Publisher(catalog)
         for complaint in catalog.complaints:
             self._say("checkpoint_damaged", version=None, error=complaint)
@@ -207,11 +207,11 @@ class SaveCoordinator:
         own = newest.metadata.get("job") == self._plan.job
         resumed = resume is not None and resume.continues and resume.version == newest.version
         if own:
-            # Its supervisor died before it could say so, perhaps.
+            # Its supervisor may have died before it could announce this version.
             supervisor.announce(committed=newest.version)
             self.last_version, self.saved_steps = newest.version, newest.step + 1
             self._schedule.begin_at(newest.step + 1)
-            if newest.baseline or self._policy.prioritize is None:  # of others it is not known to be whole
+            if newest.baseline or self._policy.prioritize is None:  # others may not be whole
                 self._whole_steps = newest.step + 1
             self.saved = [v.version for v in manifest.versions if v.metadata.get("job") == self._plan.job]
         if (own or resumed) and manifest.last_version == newest.version:
@@ -226,7 +226,7 @@ class SaveCoordinator:
         return steps > self._schedule.step and self._schedule.is_due(steps, now)
 
     def _is_free(self) -> bool:
-        """Whether nothing is being cleared away: what a new save writes is not named by a manifest either."""
+        """Whether no cleanup is running: it would delete a new save's files, which no manifest has yet."""
         if self._clearing is not None and self._clearing.done:
             self._clearing = None
         return self._clearing is None
@@ -234,7 +234,7 @@ class SaveCoordinator:
     def _begin(self, supervisor: Supervisor, now: float) -> None:
         assert self._publisher is not None
         heard = [s.beat.cut for s in supervisor.servers if s.beat is not None]
-        # A number that any server has heard of stands for another instant.
+        # A number that any server has seen means another instant.
         number = max(self._publisher.catalog.next_version(), self._last_number + 1, 1 + max(heard, default=0))
         self._last_number = number
         baseline = self._publisher.baseline_is_due(self._live_bytes)
@@ -244,8 +244,8 @@ class SaveCoordinator:
         supervisor.request_cut(number, baseline=baseline, whole=whole)
 
     def _skip(self, supervisor: Supervisor, now: float) -> None:
-        """A save is due, and cannot be begun yet: it waits, is left out, or cancels the one under way, as the
-        policy says."""
+        """Handle a save that is due while another is in progress: wait, skip it, or cancel the other, by the
+        policy."""
         save = self._save
         if self._policy.when_busy == "skip":
             self._schedule.note(supervisor.steps(), now)
@@ -254,12 +254,12 @@ class SaveCoordinator:
             self._cancel(save)
 
     def _cancel(self, save: _Save) -> None:
-        """Let the save that is due take the place of this one; of two in a row only one, or none is saved."""
+        """Cancel this save in favour of the one that is due; never two in a row, or none would be saved."""
         assert save.cut is not None
         assert self._publisher is not None
         if not self._publisher.last_was_cancelled:
             self._publisher.last_was_cancelled = True
-            self._save = None  # servers hear of it with the next cut
+            self._save = None  # servers learn of it with the next cut
             self._say("checkpoint_cancelled", version=save.version, step=save.cut.steps - 1)
 
     # One save
@@ -268,9 +268,9 @@ class SaveCoordinator:
         replaced = save.incarnations != tuple(s.incarnation for s in supervisor.servers)
         if replaced and save.stage in ("cutting", "collecting"):
             self._drop(("a server was replaced meanwhile", ""))
-            self._final_tried = False  # it can be saved once the replacement has its rows
+            self._final_tried = False  # retry once the replacement has its rows
         elif replaced and save.stage == "tidying":
-            # The version stands, its files stay as they are.
+            # The version exists; its files stay as they are.
             self._save = None
             self._clearing = start(self._runs, self._clear_away)
         elif save.stage == "cutting":
@@ -291,14 +291,14 @@ class SaveCoordinator:
             save.hold_seconds = now - save.began
             save.stage = "collecting"
         elif supervisor.cut is None or supervisor.cut.version != save.version:
-            # The job was told to end meanwhile, and is saved when it has.
+            # The job was stopped meanwhile, and is saved at its end.
             self._save = None
             self._final_tried = False
             self._say("checkpoint_skipped", step=self._schedule.step)
 
     def _advance_asking(self, save: _Save, supervisor: Supervisor, now: float) -> None:
         tidy = save.stage == "tidying"
-        # Whether files are rearranged shows in no beat.
+        # Beats do not show whether files are rearranged.
         patience = self._plan.timing.beat_seconds if tidy else self._plan.timing.retry_seconds
         for server in supervisor.servers:
             ready = tidy or (server.beat is not None and server.beat.saved == save.version)
@@ -326,12 +326,12 @@ class SaveCoordinator:
             self._finish(save, supervisor)
 
     def _conclude(self, save: _Save, supervisor: Supervisor, error: Exception | None, now: float) -> None:
-        """The store has done its part, or has failed to."""
+        """Process the result of writing to the store."""
         assert self._publisher is not None
         if save.stage == "replacing":
             if error is None:
                 self._finish(save, supervisor)
-            else:  # the version stands, its files are not arranged as they could be
+            else:  # the version exists, but its files are not rearranged
                 self._say_untidy(save, message_of(error))
                 self._save = None
             return
@@ -367,14 +367,14 @@ class SaveCoordinator:
         self._save = None
 
     def _drop(self, *why: tuple[str, str]) -> None:
-        """The save comes to nothing, by errors of these kinds; servers hear of it with the next one."""
+        """Record that the save failed, with these errors and kinds; servers learn of it with the next one."""
         save, self._save = self._save, None
         assert save is not None
         self._outcome = None
         self._fail(why, save.version)
         self._clearing = start(self._runs, self._clear_away)
 
-    # Behind the supervisor's back
+    # In the background
 
     def _commit(self, save: _Save) -> None:
         publisher, cut, plan = self._publisher, save.cut, self._plan
@@ -387,7 +387,7 @@ class SaveCoordinator:
         state = JobState(layouts, cut.samples, plan.servers, plan.workers, plan.k, plan.r, plan.rings)
         dense_parts = encode_tree(dense_tree(plan, self._network(save), cut.steps, state))
         restores = plan.resume.restores if plan.resume else 0
-        step = cut.steps - 1  # the last one that was done, counted from 0
+        step = cut.steps - 1  # the last completed step, from 0
         metadata = version_metadata(plan, cut.samples)
         new = NewVersion(save.version, step, save.baseline, metadata, restores)
         changes = [answer.change for answer in save.answers.values()]
@@ -395,15 +395,15 @@ class SaveCoordinator:
         # Every server's files are durable by now: one manifest makes the version exist.
         publisher.commit(new, self._encoder.stored, self._layout_name, changes, dense_parts)
         if cancelled_before:
-            # No server writes any more to the version that was cancelled, and none has begun to tidy.
+            # No server writes to the cancelled version any more, and none has started to tidy.
             try:
                 self._clear_away()
-            except Exception as error:  # the version stands, and the next writer clears it away
+            except Exception as error:  # the version exists; the next writer deletes the files
                 url = publisher.catalog.store.url
-                log.warning("what a cancelled save left in %s stays: %r", url, error)
+                log.warning("could not delete files of a cancelled save from %s: %r", url, error)
 
     def _network(self, save: _Save) -> NDArray[np.uint32] | None:
-        """The network's records, put together from what servers sent."""
+        """Assemble the network's records from the servers' parts."""
         if not saving_of(self._plan).template:
             return None
         group, placement = self._plan.groups[-1], self._plan.placements[-1]
@@ -423,16 +423,16 @@ class SaveCoordinator:
         self._publisher.catalog.free_replaced()
 
     def _clear_away(self) -> None:
-        """Delete what a save that failed has written: on a full disk the next one needs the space."""
+        """Delete the files of a failed save: on a full disk the next one needs the space."""
         assert self._publisher is not None
         catalog, resumed = self._publisher.catalog, self._plan.resume
         catalog.delete_leftovers()
         self._made_room = catalog.make_room(needed={resumed.version} if resumed else set())
 
-    # Saying so
+    # Events
 
     def _fail(self, errors: Sequence[tuple[str, str]], version: int | None = None) -> None:
-        """A version, or what was to be the next one, was not saved: all errors make one message."""
+        """Record that a version, or the next one, was not saved; all errors become one message."""
         kinds = {kind for _, kind in errors}
         why = "; ".join(dict.fromkeys(cause_of(error) for error, _ in errors))
         if kinds == {"full"} and self._publisher is not None:
@@ -442,7 +442,7 @@ class SaveCoordinator:
         self._say("checkpoint_failed", version=version, error=details, why=why, again=again)
 
     def _say_untidy(self, save: _Save, error: str) -> None:
-        """The version stands, its files are not arranged as they could be."""
+        """Record that a version exists, but its files are not rearranged."""
         again = not self.untidy.note(cause_of(error), "")
         self._say("checkpoint_tidy_failed", version=save.version, error=error, again=again)
 
@@ -451,7 +451,7 @@ class SaveCoordinator:
 
 
 class BackgroundOutcome:
-    """What became of a job in the background."""
+    """The result of a background job."""
 
     def __init__(self) -> None:
         self.done = False
@@ -459,7 +459,7 @@ class BackgroundOutcome:
 
 
 def start(runs: Runs, job: Callable[[], None]) -> BackgroundOutcome:
-    """Do something behind the supervisor's back."""
+    """Run a job in the background."""
     outcome = BackgroundOutcome()
 
     def run() -> None:
@@ -469,28 +469,28 @@ def start(runs: Runs, job: Callable[[], None]) -> BackgroundOutcome:
             log.warning("%r", error)
             outcome.error = error
         finally:
-            outcome.done = True  # last: whoever sees it reads the rest
+            outcome.done = True  # last: readers check it before the error
 
     runs.submit(run)
     return outcome
 
 
 class Opening:
-    """Opens a job's store for writing in the background, again and again until it can be.
+    """Opens a job's store for writing in the background, and retries until it succeeds.
 
-    A store elsewhere stays locked for a while after a supervisor that died; one on a full disk can be opened
+    A remote store stays locked for a while after its supervisor died; one on a full disk can be opened
     once there is space.
 
     Args:
         open_store: opens the store for writing.
-        policy: of the catalog.
-        runs: what waits for it.
-        now: the time.
+        policy: the policy of the catalog.
+        runs: runs the attempts in the background.
+        now: the current time.
 
     Attributes:
-        catalog: the store's, once it is open.
-        lock: the right to write to it.
-        error: why it could not be opened the last time.
+        catalog: the store's catalog, once it is open.
+        lock: the writer lock of the store.
+        error: why the last attempt failed.
     """
 
     def __init__(self, open_store: Callable[[], Store], policy: Policy, runs: Runs, now: float) -> None:
@@ -507,7 +507,7 @@ class Opening:
         self._retry = Retry(_AGAIN_SECONDS)
 
     def advance(self, now: float) -> None:
-        """Try, or see what became of that."""
+        """Start an attempt, or process its result."""
         if self._outcome is None:
             if self._retry.is_due(now):
                 self._began = now
@@ -518,29 +518,29 @@ class Opening:
             self.catalog = self._opened
 
     def why(self) -> str:
-        """Why it is not open, in a sentence."""
+        """A sentence that says why the store is not open."""
         error = self.error or TimeoutError("it did not answer in time")
         return f"the store could not be opened: {cause_of(message_of(error))}"
 
     def has_failed(self, now: float) -> bool:
-        """Whether it is not open for a reason that somebody should hear of."""
-        # The one that had it before may be the supervisor that died.
+        """Whether it is not open for a reason to report."""
+        # The lock may belong to the supervisor that died; then it expires.
         locked = isinstance(self.error, StoreLocked) and now - self._first < _LEASE_SECONDS
         return self.error is not None and not locked
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether it may be free, or answer, if one waits; a disk that is full stays so."""
+        """Whether waiting may help: a lock may be released, a store may answer. A full disk stays full."""
         return isinstance(self.error, StoreLocked | StoreUnreachable)
 
     def is_hopeless(self, since: float, now: float) -> bool:
-        """Whether a job that has waited for it from then on should not any longer."""
+        """Whether a job that has waited since then should stop waiting."""
         if self.error is None or self.is_waited_for:
             return now - since >= GIVE_UP_SECONDS
-        return self._outcome is None and self._began >= since  # it was tried once more
+        return self._outcome is None and self._began >= since  # one more attempt has failed
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Release the store."""
         if self.lock is not None:
             self.lock.release()
         if self._store is not None:

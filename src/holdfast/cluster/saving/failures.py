@@ -1,4 +1,4 @@
-"""Checkpoints of a job that could not be saved: each cause once, with how often it came."""
+"""Checkpoints of a job that could not be saved: each cause once, with a count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILE = re.compile(rf"'(?:{'|'.join([*DATA_FOLDERS, 'manifests/'])})[^']*'")
 
 
 def kind_of(error: BaseException | None) -> str:
-    """Which of ``REASONS`` an error is; "" if none."""
+    """The key of ``REASONS`` for an error; "" if there is none."""
     kinds = {StoreFull: "full", StoreLocked: "locked", StoreUnreachable: "unreachable"}
     for kind, name in kinds.items():
         if isinstance(error, kind):
@@ -29,15 +29,15 @@ def kind_of(error: BaseException | None) -> str:
 
 
 def cause_of(message: str) -> str:
-    """An error's message without the name of the file, which is another one each time."""
+    """An error message without the name of the file, which differs each time."""
     return _FILE.sub("a file", message)
 
 
 class SaveFailures:
-    """Counts them, in the order in which their causes first came.
+    """Counts failed saves by cause, in the order in which causes first occurred.
 
     Attributes:
-        unsaved: whether the last version that was to be saved was not.
+        unsaved: whether the last version that was due could not be saved.
     """
 
     def __init__(self) -> None:
@@ -46,21 +46,21 @@ class SaveFailures:
         self._last = ""
 
     def __call__(self) -> tuple[SaveFailure, ...]:
-        """Those so far."""
+        """The failures so far."""
         return tuple(self._found.values())
 
     def note(self, why: str, kind: str) -> bool:
-        """A version was not saved; whether why is news."""
+        """Note that a version was not saved. Returns whether the cause is news."""
         before = self._found.get(why, SaveFailure(why, kind))
         self._found[why] = replace(before, count=before.count + 1)
         self.unsaved = True
         return self.is_news(why)
 
     def is_news(self, why: str) -> bool:
-        """Whether this was not the last that was said, since a version was saved; from now on it is."""
+        """Whether this cause differs from the last one noted since a version was saved; notes it."""
         news, self._last = self._last != why, why
         return news
 
     def note_saved(self) -> None:
-        """A version was saved."""
+        """Note that a version was saved."""
         self._last, self.unsaved = "", False

@@ -1,10 +1,10 @@
-"""A job's state as a store has it: named and laid out as if one process had trained and saved the model.
+"""A job's state in a store: named and laid out as if a single process had trained and saved the model.
 
 Tables are groups of rows, with the optimizer's state as further fields; ids are the rows of the job's groups.
 The network's parameters are dense tensors: servers send their rows of it to the supervisor, which puts them
-into a *template*, the tree of everything that is not rows (``checkpoint.dense``), with a place for each
-tensor that training changes. Parity is never stored. What only a job needs (which batches are done) lies
-beside that, under "job". Nothing here loads torch.
+into a *template*, the tree of the dense state (``checkpoint.dense``), with a placeholder for each
+tensor that training changes. Parity is never stored. State that only a job needs (which batches are done) is
+under "job". Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from holdfast.redaction import redacted
 from holdfast.tables.plan import GroupPlan
 
 MODEL = "model"
-"""The object that tables and network belong to."""
+"""The object that contains tables and network."""
 NETWORK = "network:"
-"""Begins the table of a place in the template that a parameter of the network takes."""
+"""Prefix of the table name in a placeholder for a parameter of the network."""
 STEP_NUMBER, STEP_TENSOR = "step:number", "step:tensor"
-"""Tables of places that the number of steps takes, as torch's optimizers keep it."""
+"""Table names in placeholders for the number of steps, in the two forms that torch's optimizers use."""
 STEP = "step"
 
 Words = NDArray[np.uint32]
 
 
 def saving_of(plan: JobPlan) -> SavePlan:
-    """How the job is saved, which it is."""
+    """The plan's ``saving``, which must be set."""
     assert plan.saving is not None
     return plan.saving
 
 
 def table_groups(plan: JobPlan) -> tuple[GroupPlan, ...]:
-    """Those groups that are stored as rows: all, or all but the network's."""
+    """The groups that are stored as rows: all, or all but the network's."""
     return plan.groups[:-1] if saving_of(plan).template else plan.groups
 
 
 def live_groups(plan: JobPlan) -> tuple[Group, ...]:
-    """The same as a checkpoint sees them."""
+    """The same groups in the form that checkpoints use."""
     optimizer = saving_of(plan).table_optimizer
     groups = []
     for group in table_groups(plan):
@@ -72,17 +72,17 @@ def live_groups(plan: JobPlan) -> tuple[Group, ...]:
 
 
 def encoder_of(plan: JobPlan) -> Encoder:
-    """What is stored how: the same at every server, whatever its rows are."""
+    """The encoder of the job: the same at every server, whatever its rows are."""
     restores = plan.resume.restores if plan.resume else 0
     return Encoder.for_shards(saving_of(plan).config.policy, restores, live_groups(plan))
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What a version says of the job that saved it."""
+    """The state of the job in a version."""
 
     layouts: tuple[Layout, ...]
-    """The batches that are in it."""
+    """The batches that the version contains."""
     samples: int
     servers: int
     workers: int
@@ -91,18 +91,18 @@ class JobState:
     rings: int = 1
 
     def has_servers_of(self, plan: JobPlan) -> bool:
-        """Whether each server of the plan has the rows that the server of its slot saved."""
+        """Whether each server of the plan has the same rows as the server of its slot that saved them."""
         saved = self.servers, self.k, self.r, self.rings
         return saved == (plan.servers, plan.k, plan.r, plan.rings)
 
 
 def version_metadata(plan: JobPlan, samples: int) -> dict[str, Any]:
-    """What ``ckpt ls`` shows."""
+    """The metadata of a version, which ``ckpt ls`` shows."""
     return {"samples": samples, "servers": plan.servers, "workers": plan.workers, "job": plan.job}
 
 
 def dense_tree(plan: JobPlan, network: Words | None, steps: int, state: JobState) -> dict[str, Any]:
-    """The dense part of a version: the template with the network's records, [rows, words], in its places."""
+    """The dense state of a version: the template filled with the network's records, [rows, words]."""
     job: dict[str, Any] = {
         "state": msgspec.to_builtins(state),
         "config": msgspec.json.encode(redacted(plan.training)).decode(),
@@ -135,9 +135,9 @@ def dense_tree(plan: JobPlan, network: Words | None, steps: int, state: JobState
 
 
 def network_records(plan: JobPlan, tree: Any) -> Words | None:
-    """The network's records, [rows, words], out of a version's dense part; None if they are rows there.
+    """Extract the network's records, [rows, words], from a version's dense state; None if stored as rows.
 
-    Raises ModelMismatch, which names the parameter, if the version's network is another.
+    Raises ModelMismatch, with the name of the parameter, if the version has another network.
     """
     if not saving_of(plan).template:
         return None
@@ -152,7 +152,7 @@ def network_records(plan: JobPlan, tree: Any) -> Words | None:
             continue
         found = saved.get(path)
         if not isinstance(found, Array) or (found.dtype, found.shape) != ("F32", place.shape):
-            had = f"{found.dtype} {list(found.shape)}" if isinstance(found, Array) else "not there"
+            had = f"{found.dtype} {list(found.shape)}" if isinstance(found, Array) else "missing"
             raise ModelMismatch(
                 f"{path.removeprefix('objects.')} is {had} in the checkpoint, expected F32 "
                 f"{list(place.shape)}: restore it with the model and optimizer that saved it"
@@ -162,7 +162,7 @@ def network_records(plan: JobPlan, tree: Any) -> Words | None:
         counts = tree.get("job", {}).get("network_steps")
         if not isinstance(counts, Array) or counts.to_numpy().shape != flat[STEP].shape:
             raise ModelMismatch(
-                "the checkpoint does not count the network's steps: it is of another optimizer"
+                "the checkpoint has no step counts of the network: another optimizer saved it"
             )
         flat[STEP][:] = counts.to_numpy()
     for field in group.fields:
@@ -171,7 +171,7 @@ def network_records(plan: JobPlan, tree: Any) -> Words | None:
 
 
 def job_state(tree: Any, version: Version, url: str) -> JobState:
-    """What the dense part says of the job; raises ModelMismatch if no job has saved it."""
+    """Read the job's state from the dense state. Raises ModelMismatch if no job has saved it."""
     where = f"version {version.version} of {url}"
     if not isinstance(tree, dict) or not isinstance(tree.get("job"), dict):
         raise ModelMismatch(
@@ -180,11 +180,11 @@ def job_state(tree: Any, version: Version, url: str) -> JobState:
     try:
         return msgspec.convert(tree["job"]["state"], JobState)
     except (KeyError, msgspec.ValidationError) as error:
-        raise CorruptCheckpoint(f"{where} holds no state of a job: {error}") from None
+        raise CorruptCheckpoint(f"{where} has no valid job state: {error}") from None
 
 
 def check_fit(plan: JobPlan, groups: Sequence[Group], tree: Any) -> None:
-    """Raise ModelMismatch, which says what differs, unless a version fits the plan."""
+    """Raise ModelMismatch, which says what differs, unless a version matches the plan."""
     wanted = {t.name: (t.rows, g.fields) for g in live_groups(plan) for t in g.tables}
     found = {t.name: (t.rows, g.fields) for g in groups for t in g.tables}
     for name in wanted.keys() - found.keys():
@@ -196,10 +196,10 @@ def check_fit(plan: JobPlan, groups: Sequence[Group], tree: Any) -> None:
         if (rows, fields) != (had_rows, had_fields):
             raise ModelMismatch(
                 f"table {name} is {_shown(had_rows, had_fields)} in the checkpoint, expected "
-                f"{_shown(rows, fields)}: go on with the tables and the optimizer that saved it"
+                f"{_shown(rows, fields)}: resume with the tables and the optimizer that saved it"
             )
     if live_groups(plan) != tuple(groups):
-        raise ModelMismatch("the checkpoint has the job's tables in another order: it is of another model")
+        raise ModelMismatch("the checkpoint has the job's tables in another order: another model saved it")
     network_records(plan, tree)
 
 

@@ -1,7 +1,7 @@
-"""Going on from a checkpoint, with as many servers and workers as one likes.
+"""Resume from a checkpoint, with any number of servers and workers.
 
 ``find_resume`` chooses the version before anything is started; each server then reads its own rows of it with
-``restore_rows`` (``open_rows``). Nothing here loads torch.
+``restore_rows`` (``open_rows``). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ log = logging.getLogger("holdfast.checkpoint")
 
 
 def open_saving(plan: JobPlan, *, create: bool = True) -> Store:
-    """The store that a job is saved in."""
+    """Open the store that a job is saved in."""
     return open_store(saving_of(plan).config.path, create=create)
 
 
 def find_resume(plan: JobPlan, on_progress: Callable[[int], None] = lambda done: None) -> Resume | None:
-    """The newest version that is whole, every byte of it read and checked; None if there is none at all.
+    """Find the newest intact version: every byte of it is read and checked. None if there is no version.
 
     Raises:
-        ModelMismatch: it is of another model, or was not saved by a job.
-        CorruptCheckpoint: there are versions, and none is whole.
-        StoreLocked: another writer is at work.
-        StoreError: the store cannot be reached, or not be written.
+        ModelMismatch: it has another model, or was not saved by a job.
+        CorruptCheckpoint: there are versions, but none is intact.
+        StoreLocked: another writer holds the store.
+        StoreError: the store is unreachable, or cannot be written.
     """
     with open_saving(plan) as store:
-        # Now, rather than in a process that nobody sees.
+        # Check the lock here, not in a process whose errors are only logged.
         store.lock_writer(saving_of(plan).config.policy.lock_wait_seconds).release()
         complaints: list[str] = []
         manifest = read_newest(store, complaints)
@@ -83,7 +83,7 @@ def _resume(
         problems=tuple(problems),
         same_servers=state.has_servers_of(plan),
     )
-    # With other servers, rows that have moved would be moved about by two, neither knowing of the other.
+    # With other servers, two shards would rearrange files with the same rows, neither knowing of the other.
     continues = resume.same_servers and not problems and _fits_era(plan, resume, reader, manifest)
     return msgspec.structs.replace(resume, continues=continues)
 
@@ -100,15 +100,15 @@ def _fits_era(plan: JobPlan, resume: Resume, reader: VersionReader, manifest: Ma
 
 
 def read_tree(reader: VersionReader) -> Any:
-    """The dense part of a version."""
+    """Read the dense state of a version."""
     return decode_tree(reader.dense(), f"{reader.store.url}: {reader.version.dense.name}")
 
 
 def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, version: int) -> Version:
-    """Read the rows of one server, whatever servers saved them; all of them count as changed then.
+    """Read the rows of one server, whichever servers saved them; then all of them count as changed.
 
     Raises:
-        CorruptCheckpoint: some are not there: nothing may stand for them.
+        CorruptCheckpoint: rows are missing; they are never filled in.
     """
     read = [np.zeros(len(shard.records), np.bool_) for shard in shards]
 
@@ -124,10 +124,10 @@ def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, vers
     with open_version(store, version) as reader:
         tree = read_tree(reader)
         check_fit(plan, reader.groups, tree)
-        # What the version itself says: an older one than the job goes on from may be of other servers.
+        # Ask the version itself: other servers may have saved it if it is older than the one resumed from.
         if job_state(tree, reader.version, store.url).has_servers_of(plan):
             if plan.resume is None or version != plan.resume.version:
-                reader.count_rows()  # while it has all files; of the other version find_resume has done it
+                reader.count_rows()  # before files are left out; find_resume did it for the other
             reader.keep_shard(shards[0].server)
         reader.read_rows(put)
         network = network_records(plan, tree)
@@ -138,16 +138,16 @@ def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, vers
             if lacking:
                 raise CorruptCheckpoint(
                     f"version {version} of {store.url} lacks {lacking:,} of the {shard.rows:,} rows that "
-                    f"server {shard.server} has of group {shard.plan.name}"
+                    f"server {shard.server} needs of group {shard.plan.name}"
                 )
             shard.installed = True
         return reader.version
 
 
 def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> Redundancy:
-    """Put a server's rows back to what was last saved of them, or else to their first values, and say so.
+    """Reset a server's rows to their last saved values, or else to their initial ones. Returns what was done.
 
-    Versions that are damaged are passed over. What is passed over, and why, goes to the server's log.
+    Damaged versions are skipped, and logged to the server's log.
 
     Raises:
         StoreUnreachable: the store does not answer.
@@ -156,14 +156,14 @@ def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> Redu
     for version in reversed(read_newest(store).versions):
         own = version.metadata.get("job") == plan.job
         if not own and (plan.resume is None or version.version > plan.resume.version):
-            continue  # of another job's that has begun since
+            continue  # of another job that has started since
         try:
             restore_rows(plan, shards, store, version.version)
             samples = version.metadata.get("samples", 0)
             return Redundancy(went_back=rows, version=version.version, version_samples=samples)
         except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
             raise_if_unreachable(store, error)
-            log.warning("version %d is passed over: %s", version.version, error)
+            log.warning("version %d is skipped: %s", version.version, error)
     for shard in shards:
         shard.records[:] = 0
         shard.fill()
@@ -171,13 +171,13 @@ def roll_back(plan: JobPlan, shards: Sequence[GroupShard], store: Store) -> Redu
 
 
 class SavedRows:
-    """What was last saved of a server's rows: read when it is first asked for, in the background.
+    """The last saved values of a server's rows, read in the background when first requested.
 
     Args:
-        plan: the job's.
-        slot: the server's.
-        store: where they were saved.
-        runs: reads them.
+        plan: the job's plan.
+        slot: the server's slot.
+        store: the store to read from.
+        runs: runs the read in the background.
     """
 
     def __init__(self, plan: JobPlan, slot: int, store: Store, runs: Runs) -> None:
@@ -187,10 +187,10 @@ class SavedRows:
         self._error: Exception | None = None
 
     def get(self) -> tuple[Sequence[Records], Redundancy] | None:
-        """The records of each group, and which version they are of; None: not yet.
+        """The records of each group, and their version; None: not read yet.
 
         Raises:
-            StoreError: they cannot be read.
+            StoreError: the store cannot be read.
         """
         if not self._asked:
             self._asked = True
@@ -214,9 +214,9 @@ class SavedRows:
 
 
 def open_rows(plan: JobPlan, me: Peer, shards: Sequence[GroupShard]) -> Opened:
-    """Open a server's store, and read what rows there are into its shards.
+    """Open a server's store, and read its rows into its shards, if there are any.
 
-    Nobody else may use the shards meanwhile. Raises whatever goes wrong with a store.
+    Nothing else may use the shards meanwhile. Raises the errors of stores.
     """
     store = open_saving(plan)
     runs = ThreadPoolExecutor(1, "holdfast-save")
@@ -230,6 +230,6 @@ def open_rows(plan: JobPlan, me: Peer, shards: Sequence[GroupShard]) -> Opened:
         if plan.partial:
             rolled_back = roll_back(plan, shards, store)
         saved = SavedRows(plan, me.slot, store, runs)
-        for shard in shards:  # what its predecessor had marked went with it
+        for shard in shards:  # its predecessor's marks are lost
             shard.mark_all()
     return Opened(saver, rolled_back, saved)

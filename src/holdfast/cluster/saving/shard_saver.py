@@ -1,9 +1,9 @@
-"""A server's part of a checkpoint: it copies rows at a cut, and writes them behind its own back.
+"""A server's part of a checkpoint: copy rows at a cut, and write them in the background.
 
-``ShardSaver`` is what a server sees. What goes to the store counts once the supervisor has it in a manifest;
-until then the rows of a cut stay marked as changed, in a second generation, and go into the next cut if this
-one comes to nothing. Which files hold what is known to a ``Shard``; when it is in doubt whether something
-was committed (the supervisor died), the shard is read again from the manifest, which never lies.
+``ShardSaver`` is the interface to the server. Files count once the supervisor has them in a manifest;
+until then the rows of a cut stay marked as changed, in a second generation, and are included in the next cut
+if this one fails. A ``Shard`` knows which files hold what. If it is uncertain whether something was committed
+(the supervisor died), the shard is read again from the manifest, which is authoritative.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ log = logging.getLogger("holdfast.checkpoint")
 
 
 class Runs(Protocol):
-    """Does jobs one after the other, behind whoever submits them."""
+    """Runs jobs one at a time, in the background."""
 
     def submit(self, job: Callable[[], None], /) -> object:
-        """Take a job; returns at once. Jobs see to their errors themselves."""
+        """Queue a job; returns at once. Jobs handle their errors themselves."""
 
 
 @dataclass
 class _Save:
-    """One version on its way."""
+    """One version being saved."""
 
     version: int
     baseline: bool
@@ -56,13 +56,13 @@ class _Save:
     taken: list[NDArray[np.int64]]
     """The rows of each group that were marked."""
     copies: list[tuple[NDArray[np.int64], NDArray[np.uint32]]] = field(default_factory=list)
-    """Of each group of tables: rows and records."""
+    """For each group of tables: rows and records."""
     network: NDArray[np.uint32] | None = None
     shard: Shard | None = None
     change: ShardChange | None = None
     error: str = ""
     kind: str = ""
-    """Of the error."""
+    """The kind of the error."""
     seconds: float = 0.0
     written: bool = False
     committed: bool = False
@@ -77,11 +77,11 @@ class ShardSaver:
     """Saves the rows of one server; implements ``server.Saver``.
 
     Args:
-        plan: the job's; it says where to and how.
-        slot: the server's.
+        plan: the job's plan, which says where and how to save.
+        slot: the server's slot.
         shards: its groups.
-        store: where to.
-        runs: what writes; the server's own thread only copies.
+        store: the store to write to.
+        runs: runs writes in the background; the server's own thread only copies.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class ShardSaver:
         self._rankings = rankings(self._shards[: self._tables], policy.prioritize, policy.fraction)
 
     def touched(self, group: int, places: NDArray[np.uint32]) -> None:
-        """A push has updated these rows."""
+        """Note that a push has updated these rows."""
         if group < len(self._rankings):
             self._rankings[group].touched(places)
 
     def resume(self, version: Version) -> None:
-        """All rows have just been restored from this version, and the next one may build on it."""
+        """Note that all rows have just been restored from this version; the next one may be based on it."""
         for shard in self._shards:
             shard.take_marks()
         if isinstance(self._strategy, Differential):
@@ -116,15 +116,15 @@ class ShardSaver:
             self._increment.resume(own.rows_of(self._store, era, version.version))
 
     def cut(self, version: int, *, baseline: bool, whole: bool = True) -> None:
-        """Copy what a version holds: rows may change as soon as this returns.
+        """Copy the rows of a version: they may change as soon as this returns.
 
-        Without ``whole``, of the rows that have changed those are left out that can wait. A cut that came to
-        nothing is over: its rows are in this one.
+        Without ``whole``, changed rows without priority are left out. This ends a cut that failed: its rows
+        are included in this one.
         """
         save = _Save(version, baseline, whole, in_doubt=self._give_up(), taken=[])
         try:
             self._copy(save)
-        except Exception as error:  # for want of memory, say: the server must go on
+        except Exception as error:  # such as out of memory: the server must continue
             log.warning("version %d could not be copied: %r", version, error)
             save.copies, save.error, save.written = [], message_of(error), True
             save.kind = kind_of(error)
@@ -133,7 +133,7 @@ class ShardSaver:
             self._runs.submit(lambda: self._write(save))
 
     def confirm(self, committed: int, tidied: int) -> None:
-        """The newest version that exists, and the newest behind which files were rearranged."""
+        """Note the newest version that exists, and the newest whose files were rearranged."""
         save = self._save
         if save is None or save.version != committed or not save.written or save.error:
             return
@@ -150,15 +150,15 @@ class ShardSaver:
                 self._runs.submit(lambda: self._apply_tidy(change))
 
     def saved(self) -> int:
-        """The newest version whose files are durable, or could not be written; 0: none that is under way."""
+        """The newest version whose files are durable, or could not be written; 0: no save in progress."""
         save = self._save
         return save.version if save is not None and save.written else 0
 
     def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
-        """What the supervisor must know of a version, or of the tidying behind it; None: not yet."""
+        """The report on a version, or on its tidying, for the supervisor; None: not ready yet."""
         save = self._save
         if save is None or save.version != version:
-            # Of an older one nobody waits for an answer; one that is behind us is tidy.
+            # Nobody waits for a report on an older version; a version that is done is tidy.
             done = Saved(version, tidy, msgspec.json.encode(FileChange()))
             return (done, ()) if tidy else None
         if not tidy:
@@ -167,7 +167,7 @@ class ShardSaver:
             note = _encoded(save.change)
             answer = Saved(version, tidy, note, save.error, save.seconds, kind=save.kind)
             return answer, () if save.network is None else (save.network,)
-        self.confirm(version, 0)  # who asks this has it in a manifest
+        self.confirm(version, 0)  # the supervisor asks this once a manifest has the version
         if not save.tidy_asked:
             save.tidy_asked = True
             self._runs.submit(lambda: self._tidy(save))
@@ -180,8 +180,8 @@ class ShardSaver:
     # At a cut, in the server's thread
 
     def _give_up(self) -> bool:
-        """Forget the save under way: its rows are marked again. Whether it may have been committed all the
-        same."""
+        """Abandon the save in progress, and mark its rows again. Returns whether it may have been committed
+        anyway."""
         save, self._save = self._save, None
         if save is None:
             return False
@@ -191,7 +191,7 @@ class ShardSaver:
         return not save.error and (not save.committed or tidying)
 
     def _mark_again(self, save: _Save) -> None:
-        """What a save has taken goes into the next one."""
+        """Mark the rows of a failed save, so that the next one includes them."""
         for shard, rows in zip(self._shards, save.taken, strict=False):
             shard.mark(rows)
         for ranking, rows in zip(self._rankings, save.taken, strict=False):
@@ -221,12 +221,12 @@ class ShardSaver:
             raise
 
     def _wanted(self, number: int, shard: GroupShard, save: _Save) -> NDArray[np.int64]:
-        """The rows of a group that a version holds, ascending."""
+        """The rows of a group that a version contains, ascending."""
         if save.baseline:
             return _own_rows(shard)
         return self._increment.add(number, np.sort(save.taken[number]))
 
-    # Behind the server's back, one after the other
+    # In the background, one at a time
 
     def _write(self, save: _Save) -> None:
         started = time.perf_counter()
@@ -237,16 +237,16 @@ class ShardSaver:
                 save.shard, self._store, self._encoder, save.version, self._rows(save),
                 baseline=save.baseline, background_share=self._share, wanted=save.wanted,
             )  # fmt: skip
-            self._store.sync()  # the supervisor's publish knows nothing of names that others made
+            self._store.sync()  # the supervisor's publish does not sync files of others
         except SaveCancelled:
-            pass  # nobody asks for it any more
+            pass  # it has been abandoned
         except Exception as error:
             log.warning("server %d could not save version %d: %r", self._slot, save.version, error)
             save.kind, save.error = kind_of(error), message_of(error)
         finally:
             save.copies = []
             save.seconds = time.perf_counter() - started
-            save.written = True  # last: whoever sees it reads the rest
+            save.written = True  # last: readers check it before the other fields
 
     def _rows(self, save: _Save) -> list[Rows]:
         fields = [shard.plan.fields for shard in self._shards]
@@ -264,10 +264,10 @@ class ShardSaver:
         return self._shard
 
     def _resumed(self) -> tuple[Shard, Any]:
-        """A shard as the manifest has it, and its era with only this server's files."""
+        """Read a shard from the manifest. Returns it, and its era with only this server's files."""
         manifest = read_newest(self._store)
         if not manifest.versions:
-            raise CorruptCheckpoint(f"{self._store.url} holds no version that the next could build on")
+            raise CorruptCheckpoint(f"{self._store.url} has no version that the next one could be based on")
         era = manifest.era(manifest.versions[-1].era)
         mine = msgspec.structs.replace(era, files=[f for f in era.files if f.shard == self._slot])
         shard = Shard(self._slot, self._encoder.stored, self._strategy)
@@ -281,7 +281,7 @@ class ShardSaver:
             save.shard.apply(save.change)
             self._shard = save.shard
         except Exception as error:
-            log.warning("server %d reads its files again: %r", self._slot, error)
+            log.warning("server %d reloads its list of files: %r", self._slot, error)
             self._shard = None
 
     def _tidy(self, save: _Save) -> None:
@@ -301,17 +301,17 @@ class ShardSaver:
             if self._shard is not None:
                 self._shard.apply(change)
         except Exception as error:
-            log.warning("server %d reads its files again: %r", self._slot, error)
+            log.warning("server %d reloads its list of files: %r", self._slot, error)
             self._shard = None
 
 
 def _encoded(change: ShardChange | None) -> bytes:
-    """What the supervisor's manifest must say of files."""
+    """Encode the changes to files for the supervisor's manifest."""
     return msgspec.json.encode(change.for_manifest() if change is not None else FileChange())
 
 
 def _own_rows(shard: GroupShard) -> NDArray[np.int64]:
-    """All rows that lie at a server, ascending."""
+    """All rows of this server, ascending."""
     rows = shard.rows_of(np.arange(len(shard.records)))
     return np.sort(rows[rows < shard.plan.rows])
 
@@ -321,7 +321,7 @@ def _bytes(words: NDArray[np.uint32]) -> Bytes2D:
 
 
 def rankings(shards: Sequence[GroupShard], name: PriorityName | None, fraction: float) -> list[Ranking]:
-    """One for each group of tables; none if all rows are alike."""
+    """One ranking for each group of tables; empty without priorities."""
     if name is None:
         return []
     sizes = [table.rows * shard.plan.words for shard in shards for table in shard.plan.tables]
@@ -334,16 +334,16 @@ def rankings(shards: Sequence[GroupShard], name: PriorityName | None, fraction: 
 
 
 class Ranking:
-    """Which rows of one group at a server are saved first (see ``checkpoint.memory.priority``).
+    """Chooses which rows of one group at a server to save first (see ``checkpoint.memory.priority``).
 
-    Rows of all large tables of a group are ranked together: those that make up most of the bytes of the job.
-    Rows of other tables are saved whenever they have changed. A row is seen once a batch, however often the
+    Rows of all large tables of a group, which make up most of the job's bytes, are ranked together. Rows of
+    other tables are saved whenever they have changed. A row counts once per batch, however often the
     batch looks it up.
 
     Args:
         shard: the group.
-        name: how they are ranked.
-        fraction: of them that is saved at a time.
+        name: the kind of ranking.
+        fraction: the fraction of ranked rows to save at a time.
         large: which tables' rows are ranked; those of others are always chosen.
     """
 
@@ -356,26 +356,26 @@ class Ranking:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds."""
+        """Memory it uses."""
         return self._priority.nbytes
 
     def touched(self, places: NDArray[np.uint32]) -> None:
-        """A push updates these records."""
+        """Note that a push updates these records."""
         self._priority.touched(places.astype(np.int64))
 
     def chosen(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these rows, all that have changed, are to be saved now."""
+        """Which of these rows, all of which have changed, to save now."""
         first = np.zeros(len(self._shard.records), np.bool_)
         first[self._priority.choose()] = True
         chosen: NDArray[np.bool_] = first[self._places(rows)] | ~self._ranked(rows)
         return chosen
 
     def saved(self, rows: NDArray[np.int64]) -> None:
-        """These rows are copied as they are now."""
+        """Note that these rows are copied in their current state."""
         self._priority.saved(self._places(rows))
 
     def failed(self, rows: NDArray[np.int64]) -> None:
-        """They did not get to the store."""
+        """Note that these rows did not reach the store."""
         self._priority.failed(self._places(rows[self._ranked(rows)]))
 
     def _ranked(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:

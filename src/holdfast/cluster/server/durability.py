@@ -1,4 +1,4 @@
-"""What workers hear of pushes that are kept: with answers to later ones, or unasked if none is due soon."""
+"""Tell workers which pushes are kept: with answers to later pushes, or unsolicited if none is due soon."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from holdfast.cluster.server.ledger import PushLedger
 
 
 class KeptPushes:
-    """The telling of one server.
+    """Reports kept pushes for one server.
 
     Args:
         me: the server.
-        plan: the job's.
-        ledger: knows what was applied.
-        replicator: knows what parity servers have; None: what is applied counts as kept.
-        outbox: where messages go.
+        plan: the job's plan.
+        ledger: knows which pushes are applied.
+        replicator: knows what parity servers have; None: applied pushes count as kept.
+        outbox: for outgoing messages.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class KeptPushes:
         self._pushed_at = [0.0] * plan.workers
 
     def kept(self, worker: int) -> int:
-        """The newest push of a worker that no failure which the code covers can undo."""
+        """The newest push of a worker that no failure covered by the code can undo."""
         return self._replicator.kept(worker) if self._replicator else self._ledger.applied(worker)
 
     def answer(self, answer: Pushed, worker: int, now: float) -> Pushed:
-        """The answer to a push, with what is kept."""
+        """Add the newest kept push to the answer to a push."""
         self._pushed_at[worker] = now
         self._told[worker] = self.kept(worker)
         return replace(answer, kept=self._told[worker])
 
     def tell(self, view: View, now: float) -> None:
-        """Tell workers what is kept if they would not hear of it soon with the answer to a push."""
+        """Tell workers which pushes are kept, unless an answer to a push will tell them soon."""
         holds = view.phase != "running"
         for worker in view.workers:
             slot, told = worker.slot, self._told[worker.slot]

@@ -1,12 +1,12 @@
 """Values that only workers have: a server asks for them until it has them.
 
-Those are the network's first values, and if a server takes over its rows where workers are the only copies of
-it. Nobody needs to pull for that: workers that hold, or are done, answer as well.
+These are the network's initial values and, if workers have the only copies of the network, the replacement's
+rows of it. This does not depend on pulls: workers that hold, or are done, answer as well.
 
-A copy of the network comes with marks: the newest push of each worker that it contains. What a server sends
-to workers it sends at one instant after the other, so of two copies the newer one contains all that the older
-one does. A worker sends a push again until its own copy contains it. So the newest copy of all workers lacks
-nothing that nobody could send again, unless a worker died: then what only its copy contained is lost to the
+A copy of the network has marks: each worker's newest push that it contains. A server sends its rows to
+workers one instant after the other, so of two copies the newer one contains every push of the older
+one. A worker resends a push until its own copy contains it. So the newest copy of all workers lacks
+only pushes that can be resent, unless a worker died: pushes that only its copy contained are lost to the
 network, and counted.
 """
 
@@ -42,18 +42,18 @@ class Offer:
     update: Update
 
     def contains(self, marks: Sequence[int]) -> bool:
-        """Whether these pushes of each worker are in it."""
+        """Whether it contains these pushes of each worker."""
         return all(mine >= mark for mine, mark in zip(self.message.marks, marks, strict=True))
 
 
 class Installing:
-    """The asking of one server.
+    """Requests values from workers for one server.
 
     Args:
         me: the server.
-        plan: the job's.
-        shards: its rows, of each group.
-        outbox: where questions go.
+        plan: the job's plan.
+        shards: its rows, by group.
+        outbox: for outgoing requests.
         doubt: called with a worker that has not answered (see ``routes``).
     """
 
@@ -68,35 +68,35 @@ class Installing:
         self._me, self._plan, self._shards, self._outbox = me, plan, shards, outbox
         self._lacking = tuple(range(len(shards)))
         self.network = len(shards) - 1
-        """The network's group."""
+        """The index of the network's group."""
         self._retry, self._began = Retry(plan.timing.retry_seconds), -1.0
         self._doubt = doubt
         self._without: set[Peer] = set()
-        """Workers that have none: none can come to have any, since that takes rows of this server."""
+        """Workers without values: they cannot get any later, since that takes rows of this server."""
         self._offers: dict[Peer, Offer] = {}
         self._kept: dict[Peer, int] = {}
-        """What workers have said of their newest push that they cannot send again."""
+        """Each worker's newest push that it cannot resend, as far as it has said so."""
         self.lost = False
-        """Whether nobody has them."""
+        """Whether no worker has the values."""
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Those that are lacking. What is there stays there."""
+        """Groups without values. A group that has them is never checked again."""
         if self._lacking:
             self._lacking = tuple(g for g in self._lacking if not self._shards[g].installed)
         return self._lacking
 
     def look_again(self) -> None:
-        """The server has taken its slot over: what it had before says nothing."""
+        """Check all groups again: this server has taken over its slot, which may change their state."""
         self._lacking = tuple(range(len(self._shards)))
 
     @property
     def rows(self) -> int:
-        """How many rows they have."""
+        """The number of rows without values."""
         return sum(self._shards[group].rows for group in self.groups)
 
     def answered(self, source: Peer, message: Install | NoCopy | CanResend) -> None:
-        """Note what a worker can send again, and that it has no values if so."""
+        """Note which pushes a worker can resend, and whether it has values."""
         self._kept[source] = max(message.kept, self._kept.get(source, 0))
         if isinstance(message, NoCopy):
             self._without.add(source)
@@ -104,15 +104,15 @@ class Installing:
     def offer(self, source: Peer, message: Install, update: Update) -> None:
         """Note a worker's copy of the network."""
         if len(message.marks) != self._plan.workers:
-            raise ValueError(f"a copy with {len(message.marks)} marks, of {self._plan.workers} workers")
+            raise ValueError(f"a copy has {len(message.marks)} marks: expected {self._plan.workers}")
         self._offers.setdefault(source, Offer(source, message, update))
 
     def choose(self, view: View, marks: Sequence[int]) -> Offer | None:
         """The newest copy, once it is certain that no worker has a newer one that is needed.
 
         Args:
-            view: names those who may have one.
-            marks: up to here workers may be unable to push again.
+            view: contains the workers that may have one.
+            marks: workers may be unable to resend pushes up to these.
         """
         workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]
         offers = [self._offers[peer] for peer in workers if peer in self._offers]
@@ -124,17 +124,17 @@ class Installing:
         return None
 
     def kept(self, worker: WorkerInView) -> int:
-        """The newest push of a worker that it cannot send again, as far as it has said so.
+        """The newest push of a worker that it cannot resend, as far as it has said so.
 
-        That it started behind a push says nothing: a supervisor that came back starts those again that are
-        at work, and have all that is not kept.
+        The push that it started after is no evidence: a restarted supervisor starts workers again that are
+        already working and still have all pushes that are not kept.
         """
         return self._kept.get(Peer("worker", worker.slot, worker.incarnation), 0)
 
     def tick(self, view: View, now: float, unsure: Sequence[Peer] = ()) -> None:
-        """Ask those who may have them, when it is time; find out that nobody has.
+        """Ask workers that may have values, when it is time; detect that none has.
 
-        Workers of which it is ``unsure`` whether they will send again what is lacking are asked that.
+        ``unsure``: workers to ask whether they can resend missing pushes.
         """
         groups = self.groups
         if not (groups or unsure) or self.lost or not self._retry.is_due(now):
@@ -145,12 +145,12 @@ class Installing:
                 self._doubt(peer, now)
                 self._outbox.append(Envelope(self._me, peer, AskKept()))
             return
-        # Those that have not started, too: a supervisor that came back may not know that they have.
+        # Also workers that have not started: a restarted supervisor may not know that they have.
         workers = [Peer("worker", w.slot, w.incarnation) for w in view.workers]
         asked = [peer for peer in workers if peer not in self._without]
         self.lost = bool(workers) and not asked
         self._began = now if self._began < 0 else self._began
-        long = now - self._began > self._plan.timing.stuck_seconds  # its process may not be there yet
+        long = now - self._began > self._plan.timing.stuck_seconds  # its process may still be starting
         for peer in asked:
             if long and peer not in self._offers:
                 self._doubt(peer, now)
@@ -158,18 +158,18 @@ class Installing:
 
 
 class Contents:
-    """Which pushes the network's rows of one server contain, where workers have the only copies of it.
+    """Which pushes the network's rows at one server contain, if workers have the only copies of it.
 
-    Usually those that were applied. A server that took over knows from its predecessor's parities how many
-    pushes count, but got the network from a worker, whose copy may contain more or fewer of them. What it
-    contains already is skipped; what it lacks is applied when the worker sends it again, in order; what
-    nobody can send again is lost to the network, and counted.
+    Usually the applied ones. A replacement knows from its predecessor's parities how many pushes count, but
+    got the network from a worker, whose copy may contain more or fewer of them. Pushes that it contains
+    already are skipped; missing ones are applied when the worker resends them, in order; those that
+    nobody can resend are lost to the network, and counted.
 
     Args:
-        shard: the rows.
-        ledger: knows what was applied.
-        installing: gathers workers' copies.
-        touched: called with places of rows that have changed.
+        shard: the network's rows.
+        ledger: knows which pushes are applied.
+        installing: collects workers' copies.
+        touched: called with the places of changed rows.
     """
 
     def __init__(
@@ -180,26 +180,26 @@ class Contents:
         touched: Callable[[Update], None],
     ) -> None:
         self.marks = [mark.sequence for mark in ledger.marks()]
-        """The newest push of each worker; all before it are there, or lost."""
+        """Each worker's newest push in the rows; all earlier ones are contained, or lost."""
         self.lost = 0
-        """Pushes that nobody could send again."""
+        """Pushes that nobody could resend."""
         self._shard, self._ledger, self._installing, self._touched = shard, ledger, installing, touched
 
     def has(self, worker: int, sequence: int) -> bool:
-        """Whether a push is in the rows."""
+        """Whether the rows contain a push."""
         return sequence <= self.marks[worker]
 
     def note(self, worker: int, sequence: int) -> None:
-        """A push was applied."""
+        """Note that a push was applied."""
         self.marks[worker] = max(sequence, self.marks[worker])
 
     def lacks(self, source: Peer, sequence: int) -> bool:
-        """Whether a push that counts is not in the rows."""
+        """Whether a push that counts is missing from the rows."""
         known = self._ledger.knows(source)
         return known and self.marks[source.slot] < sequence <= self._ledger.applied(source.slot)
 
     def complete(self, source: Peer, sequence: int, updates: Sequence[Update]) -> bool:
-        """Apply what is lacking of a push that counts; False: another that is lacking must come before."""
+        """Apply the missing part of a push that counts; False: an earlier missing push must come first."""
         if not self._ledger.knows(source):
             return True
         if self.marks[source.slot] >= min(sequence, self._ledger.applied(source.slot)):
@@ -214,21 +214,21 @@ class Contents:
         return True
 
     def offer(self, source: Peer, message: Install, update: Update) -> None:
-        """Take a worker's copy into account."""
+        """Note a worker's copy of the network."""
         self._installing.offer(source, message, update)
 
     @property
     def ahead(self) -> int:
-        """Pushes that the rows contain and that were not applied yet."""
+        """The number of pushes that the rows contain and that are not applied yet."""
         return sum(max(0, mark - self._ledger.applied(worker)) for worker, mark in enumerate(self.marks))
 
     @property
     def is_behind(self) -> bool:
-        """Whether pushes that count are lacking: a worker will send them again, or say that it cannot."""
+        """Whether pushes that count are missing: their workers will resend them, or say that they cannot."""
         return any(mark < self._ledger.applied(worker) for worker, mark in enumerate(self.marks))
 
     def unsure(self, view: View) -> list[Peer]:
-        """Workers that may be unable to send again what is lacking."""
+        """Workers that may be unable to resend missing pushes."""
         return [
             Peer("worker", worker.slot, worker.incarnation)
             for worker in view.workers
@@ -236,7 +236,7 @@ class Contents:
         ]
 
     def advance(self, view: View) -> Update | None:
-        """Choose a copy when it is clear which is the newest; do without what nobody can send again."""
+        """Choose a copy when it is certain which is the newest; give up pushes that nobody can resend."""
         chosen = None
         if not self._shard.installed:
             applied = [self._ledger.applied(worker) for worker in range(len(self.marks))]

@@ -1,11 +1,11 @@
-"""A server's memory of what each worker has pushed: every batch counts exactly once, or not at all.
+"""A server's record of each worker's pushes: every batch counts exactly once, or not at all.
 
 A worker numbers its pushes 1, 2, 3, … and sends the next one only when all servers have applied the last.
-So a server needs to remember one number for each worker: what it has, and that alone, is a repetition.
-Gradients, not values, are kept between the two phases of an atomic push, and they are applied to the rows
-as they are then: two workers that staged the same row both count. Nothing is locked in between.
+So a server needs to remember only one number per worker to recognize duplicates.
+Between the two phases of an atomic push, the server keeps gradients, not values, and applies them to the rows
+as they are at commit: if two workers staged the same row, both count. Nothing is locked in between.
 
-There is no clock and no socket here, and no rows: ``apply`` says when gradients count.
+There is no clock and no socket here, and no rows: ``apply`` is called when gradients count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Staged(Generic[Gradients]):
 
 @dataclass
 class _Account(Generic[Gradients]):
-    """What is known of one worker."""
+    """The state of one worker's pushes."""
 
     slot: int
     incarnation: int = 0
@@ -46,14 +46,14 @@ class _Account(Generic[Gradients]):
     samples: int = 0
     staged: _Staged[Gradients] | None = None
     settled: bool = True
-    """Whether what an older incarnation left staged has been decided on."""
+    """Whether the push that an older incarnation left staged has been settled."""
 
 
 class PushLedger(Generic[Gradients]):
     """The pushes of all workers at one server.
 
     Args:
-        workers: how many there are.
+        workers: number of workers.
         apply: called once for each push that counts, in the order in which they count, with the worker and
             the push's number.
     """
@@ -72,12 +72,12 @@ class PushLedger(Generic[Gradients]):
         samples: int = 0,
         stage: bool,
     ) -> Pushed | Refused | None:
-        """Take a push; the answer, or None where it must wait for a view that says who the sender is."""
+        """Process a push. Returns the answer, or None if it must wait for a view that contains the sender."""
         account = self._account(source, sequence)
         if not isinstance(account, _Account):
             return account
         if sequence <= account.sequence:
-            return Pushed(sequence, applied=True)  # a repetition
+            return Pushed(sequence, applied=True)  # a duplicate
         if sequence != account.sequence + 1:
             return Refused("gap", sequence)
         staged = _Staged(sequence, batch, samples, gradients)
@@ -88,7 +88,7 @@ class PushLedger(Generic[Gradients]):
         return Pushed(sequence, applied=True)
 
     def commit(self, source: Peer, sequence: int) -> Pushed | Refused | None:
-        """Apply what was staged; the answer as in ``push``."""
+        """Apply a staged push. Returns the answer, as ``push`` does."""
         account = self._account(source, sequence)
         if not isinstance(account, _Account):
             return account
@@ -99,16 +99,16 @@ class PushLedger(Generic[Gradients]):
         return Pushed(sequence, applied=True)
 
     def adopt(self, workers: Sequence[WorkerInView]) -> None:
-        """Follow a view: refuse older incarnations from now on, and settle what they left staged.
+        """Follow a view: refuse older incarnations from now on, and settle the pushes they left staged.
 
-        The supervisor reads ``marks`` after that: nothing of an older incarnation can change them any more.
+        The supervisor reads ``marks`` after that: no message of an older incarnation can change them then.
         """
         for worker in workers:
             account = self._accounts[worker.slot]
             if worker.incarnation > account.incarnation:
                 account.settled = account.incarnation == 0
                 account.incarnation = worker.incarnation
-            # Once only: a view that says so again must not drop what the new incarnation has staged since.
+            # Only once: the same view again must not drop a push that the new incarnation has staged since.
             if worker.incarnation == account.incarnation and worker.settle >= 0 and not account.settled:
                 account.settled = True
                 staged, account.staged = account.staged, None
@@ -116,21 +116,21 @@ class PushLedger(Generic[Gradients]):
                     self._count(account, staged)
 
     def restore(self, marks: Sequence[WorkerMark]) -> None:
-        """Take over from a server that had these pushes applied; nothing has come before."""
+        """Take over from a server that had applied these pushes; call before any other message."""
         for mark in marks:
             account = self._accounts[mark.slot]
             account.sequence, account.batch, account.samples = mark.sequence, mark.batch, mark.samples
 
     def knows(self, source: Peer) -> bool:
-        """Whether a worker's pushes count: no other has taken its place, and a view has named it."""
+        """Whether a worker's pushes count: a view contains it, and it has not been replaced."""
         return isinstance(self._account(source, 0), _Account)
 
     def applied(self, worker: int) -> int:
-        """The last push of a worker that was applied."""
+        """The last applied push of a worker."""
         return self._accounts[worker].sequence
 
     def marks(self) -> tuple[WorkerMark, ...]:
-        """Where every worker stands; what is kept is for others to say."""
+        """The mark of every worker, without ``kept``, which the ledger does not know."""
         return tuple(
             WorkerMark(
                 slot=slot,
@@ -144,7 +144,7 @@ class PushLedger(Generic[Gradients]):
         )
 
     def _account(self, source: Peer, sequence: int) -> _Account[Gradients] | Refused | None:
-        """The sender's account; a refusal if it has been replaced; None if no view has named it yet."""
+        """The sender's account; a refusal if it has been replaced; None if no view contains it yet."""
         if source.role != "worker" or not 0 <= source.slot < len(self._accounts):
             return None
         account = self._accounts[source.slot]

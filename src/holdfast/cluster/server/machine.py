@@ -1,6 +1,6 @@
-"""A server: it holds rows, hands them out, and applies gradients, each batch exactly once.
+"""A server: it holds rows, answers pulls, and applies gradients, each batch exactly once.
 
-``Server`` is the machine: a message in, messages out. ``process`` runs it.
+``Server`` is the state machine: a message in, messages out. ``process`` runs it.
 """
 
 from __future__ import annotations
@@ -68,57 +68,57 @@ if TYPE_CHECKING:
 
 
 class Saver(Protocol):
-    """Saves a server's rows behind its back (see ``saving.ShardSaver``)."""
+    """Saves a server's rows in the background (see ``saving.ShardSaver``)."""
 
     def touched(self, group: int, places: NDArray[np.uint32]) -> None:
-        """A push has updated these rows."""
+        """Note that a push has updated these rows."""
 
     def cut(self, version: int, *, baseline: bool, whole: bool) -> None:
-        """Copy what a version holds, all rows, those that changed, or of those the ones to save first.
+        """Copy the rows of a version: all, the changed ones, or of those only the ones with priority.
 
-        They may go on changing then.
+        The rows may change as soon as this returns.
         """
 
     def confirm(self, committed: int, tidied: int) -> None:
-        """The newest version that exists, and the newest behind which files were rearranged."""
+        """Note the newest version that exists, and the newest whose files were rearranged."""
 
     def saved(self) -> int:
         """The newest version whose files are durable, or could not be written."""
 
     def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
-        """What the supervisor must know of a version; None: not yet."""
+        """The report on a version for the supervisor; None: not ready yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a server has of its store, once that is open and its rows are read."""
+    """The result of opening a server's store and reading its rows."""
 
     saver: Saver
-    """Who saves its rows."""
+    """Saves its rows."""
     rolled_back: Redundancy = field(default_factory=Redundancy)
-    """Of partial recovery: what the rows went back to."""
+    """With partial recovery: what the rows went back to."""
     saved: SavedRecords | None = None
-    """What was last saved of its rows: those that cannot be recovered go back to it."""
+    """The last saved values of its rows, for rows that cannot be recovered."""
 
 
 class Server:
-    """The machine of one server.
+    """The state machine of one server.
 
     Args:
-        me: which one.
-        plan: the job's.
-        endpoint: where it listens; it tells the supervisor.
-        fresh: whether the job starts from first values, not from a checkpoint.
-        opens: whether a store is to be opened, and rows may be read from it: until ``open`` or ``fail`` the
-            job does not start.
-        counters: of its transport.
-        measure: tells bytes of memory and seconds of processor time of the process.
-        witness: compares what is recovered with what was lost; None if nobody does.
+        me: the server's slot and incarnation.
+        plan: the job's plan.
+        endpoint: the address it listens on, reported to the supervisor.
+        fresh: whether the job starts from initial values, not from a checkpoint.
+        opens: whether a store is being opened, from which rows may be read: the job does not start before
+            ``open`` or ``fail`` is called.
+        counters: those of its transport.
+        measure: returns the process's memory in bytes and its processor time in seconds.
+        witness: compares recovered rows with the lost ones; None: no comparison.
         on_lost: called with rows of a group that cannot be recovered.
 
     Attributes:
-        saver: who saves its rows; None if nobody does, or not yet.
-        error: why this server cannot go on; the job ends with it.
+        saver: saves its rows; None if nothing is saved, or not yet.
+        error: why this server cannot continue; it ends the job.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Server:
         self.shards = _make_shards(me, plan, witness, empty=replaces or not fresh)
         self.view = View(ViewNumber(), "starting")
         self.started = ViewNumber()
-        """The view by which this server took its slot over; (0, 0) before that."""
+        """The view in which this server took over its slot; (0, 0) before that."""
         self.admission = Admission(me, plan)
         self.pushes = 0
         self._ledger: PushLedger[list[Update]] = PushLedger(plan.workers, self._apply)
@@ -171,7 +171,7 @@ class Server:
         self._kept = KeptPushes(me, plan, self._ledger, self.replicator, self.outbox)
         self._installing = Installing(me, plan, self.shards, self.outbox, self.routes.doubt)
         self.contents: Contents | None = None
-        """Which pushes the network's rows contain; None: those that were applied."""
+        """Which pushes the network's rows contain; None: those applied."""
         if plan.dense == "workers" and self.shards[-1].rows:
             self.contents = Contents(self.shards[-1], self._ledger, self._installing, self._touched)
         self._now = 0.0
@@ -196,13 +196,13 @@ class Server:
         return replicator
 
     def open(self, opened: Opened) -> None:
-        """The store is open, and what is to be read is read."""
+        """Note that the store is open, and rows are read."""
         self._rolled_back, self.saver, self._restoring = opened.rolled_back, opened.saver, False
         if self.recovery is not None and self.plan.beyond == "rows":
             self.recovery.saved = opened.saved
 
     def fail(self, error: str) -> None:
-        """This server cannot go on."""
+        """Note that this server cannot continue."""
         self.error = error
 
     def _note_change(self, part: StripePart, blocks: Blocks, differences: Records) -> None:
@@ -215,17 +215,17 @@ class Server:
 
     @property
     def over(self) -> bool:
-        """Whether it is to end: the job does, or another has taken its place."""
+        """Whether to end this server: the job ends, or a newer incarnation has replaced it."""
         mine = next((s for s in self.view.servers if s.slot == self.me.slot), None)
         return self.view.phase == "stopping" or (mine is not None and mine.incarnation > self.me.incarnation)
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Take one message."""
+        """Process one message."""
         self._now = now
         if not self.admission.admits(envelope):
             return
         if envelope.target.incarnation != self.me.incarnation and not isinstance(envelope.message, View):
-            return  # meant for another that had this slot
+            return  # addressed to another incarnation
         if isinstance(envelope.message, Relay):
             unwrapped = self._unwrap(envelope, now)
             if unwrapped is None:
@@ -236,7 +236,7 @@ class Server:
         known = self.view
         try:
             answer, frames = self._answer(envelope)
-        except ValueError:  # it does not fit what is here; nothing has changed
+        except ValueError:  # it does not match the state here; nothing has changed
             self.admission.dropped += 1
             answer, frames = Refused("malformed"), ()
         if isinstance(envelope.message, View):
@@ -251,7 +251,7 @@ class Server:
             self.routes.divert(self.outbox, now)
 
     def _unwrap(self, envelope: Envelope, now: float) -> Envelope | None:
-        """The message for this server that came by way of another; what is for others is passed on."""
+        """Unwrap a relayed message for this server; forward one that is for another node."""
         unwrapped = self.routes.unwrap(envelope)
         if unwrapped is not None and unwrapped.target != self.me:
             self.outbox.append(unwrapped)
@@ -264,7 +264,7 @@ class Server:
         return [Peer("server", s.slot, s.incarnation) for s in self.view.servers if s.starts]
 
     def tick(self, now: float) -> None:
-        """Give a sign of life when it is time, or when something has come to an end."""
+        """Send a beat when it is time, or when the supervisor should hear of a change at once."""
         self._now = now
         if self.replicator is not None and self.stripes is not None and self.started.epoch:
             self.replicator.tick(now)
@@ -287,11 +287,11 @@ class Server:
     def _recover(self, recovery: Recovery, now: float) -> None:
         try:
             recovery.tick(now)
-        except HoldfastError as error:  # what was saved cannot be read
+        except HoldfastError as error:  # the saved rows cannot be read
             self.fail(message_of(error))
 
     def beat(self, now: float) -> None:
-        """Tell the supervisor where this server stands."""
+        """Report this server's state to the supervisor."""
         self._next_beat = now + self.plan.timing.beat_seconds
         self._told = self._news()
         replicator = self.replicator
@@ -312,7 +312,7 @@ class Server:
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
 
     def _news(self) -> tuple[object, ...]:
-        """What the supervisor is to hear of at once."""
+        """The state whose changes are reported to the supervisor at once."""
         recovery = self.recovery
         left = recovery is not None and recovery.left > 0
         lost = recovery is not None and (recovery.lost(), recovery.network_lost)
@@ -329,7 +329,7 @@ class Server:
         )
 
     def marks(self) -> tuple[WorkerMark, ...]:
-        """Where every worker stands."""
+        """The mark of every worker."""
         contained = self.contents.marks if self.contents is not None else [0] * self.plan.workers
         return tuple(
             replace(mark, kept=self._kept.kept(mark.slot), contained=contained[mark.slot])
@@ -337,7 +337,7 @@ class Server:
         )
 
     def redundancy(self) -> Redundancy:
-        """What is still to be brought back."""
+        """What this server lacks, and what it has recovered."""
         not_installed, network_lost = self._not_installed(), self._installing.lost
         lacking = not_installed if self.me.incarnation > 1 else 0
         contents = self.contents
@@ -375,14 +375,14 @@ class Server:
         )
 
     def _not_installed(self) -> int:
-        """Rows whose values have not come, or lack pushes that count."""
+        """The number of rows whose values have not arrived, or lack pushes that count."""
         rows = self._installing.rows
         if not rows and self.contents is not None and self.contents.is_behind:
             rows = self.shards[-1].rows
         return rows
 
     def figures(self) -> Figures:
-        """What the live view shows."""
+        """Metrics for the live view."""
         memory, seconds = self._measure()
         return Figures(
             steps=self.pushes,
@@ -423,7 +423,7 @@ class Server:
         return None, ()
 
     def _protect(self, replicator: Replicator, stripes: Stripes, envelope: Envelope) -> None:
-        """What servers tell each other."""
+        """Process a message between servers."""
         message, frames, source = envelope.message, envelope.frames, envelope.source
         if isinstance(message, Taken | Values | Syndromes | Agreed):
             self.routes.trust(source, self._now)
@@ -442,7 +442,7 @@ class Server:
         elif isinstance(message, Syndromes) and self.recovery is not None:
             self.recovery.receive(source, message, frames, self._now)
         stripes.finish(self._now)
-        if self.recovery is None or not self.recovery.left:  # rows come first: somebody waits for them
+        if self.recovery is None or not self.recovery.left:  # rows come first: workers wait for them
             stripes.rebuild(self._now)
 
     def _adopt(self, view: View) -> None:
@@ -451,7 +451,7 @@ class Server:
         self.view = view
         mine = next((s for s in view.servers if s.slot == self.me.slot), None)
         if mine is None or mine.incarnation != self.me.incarnation:
-            return  # another has taken its place: nothing that it does counts any more
+            return  # replaced: nothing that this one does counts any more
         self._ledger.adopt(view.workers)
         self._waiting.forget_others({Peer("worker", w.slot, w.incarnation) for w in view.workers})
         self._note_changes()
@@ -464,25 +464,25 @@ class Server:
             self.recovery.hurry = view.phase != "running"
         if self.saver is None or not self.started.epoch:
             return
-        self.saver.confirm(view.committed, view.tidied)  # first: a new cut takes up what came to nothing
+        self.saver.confirm(view.committed, view.tidied)  # first: a new cut includes rows of failed saves
         if view.cut > self._cut:
-            # All workers hold, and all their pushes are applied: this is the same instant everywhere.
+            # All workers hold, and all their pushes are applied: the cut is the same instant on all servers.
             self.saver.cut(view.cut, baseline=view.baseline, whole=view.whole)
             self._cut = view.cut
 
     def _start(self, mine: ServerInView, view: View) -> None:
-        """Take the slot over, with what its last incarnation had kept."""
+        """Take over the slot, with everything that its last incarnation had kept."""
         self.started = mine.since
         if mine.counts_until is not None:
             self._ledger.restore(mine.counts_until.marks)
             for group, shard in enumerate(self.shards):
                 kept = group in mine.counts_until.installed and shard.placement.r > 0
-                # Of partial recovery, rows of tables are here already; the network's come from a worker.
+                # With partial recovery, rows of tables are here already; the network's come from a worker.
                 shard.installed = kept or (bool(self.plan.partial) and group < len(self.shards) - 1)
                 if self.recovery is not None and not kept:
                     self.recovery.leave_out(group)
             self._installing.look_again()
-            self._cut = view.cut  # made without this server, and without its rows
+            self._cut = view.cut  # this cut was made without this server and its rows
             if self._witness is not None:
                 self._witness.counts_until = mine.counts_until.flush
         if self.replicator is not None:
@@ -496,7 +496,7 @@ class Server:
     def _waits(
         self, envelope: Envelope, kind: Literal["pull", "push"], number: int, parts: Sequence[Update]
     ) -> bool:
-        """Whether a message names rows that are still to come: it is dealt with once they are here."""
+        """Whether a message must wait for rows that are not recovered yet; if so, it is deferred."""
         recovery = self.recovery
         if recovery is None or not recovery.left:
             return False
@@ -511,7 +511,7 @@ class Server:
         return waits
 
     def _serve_waiting(self) -> None:
-        """Rows have come back: whoever waited for them is served."""
+        """Process deferred messages, as rows have been recovered."""
         for envelope in self._waiting.at_rows():
             self.receive(envelope, self._now)
 
@@ -522,7 +522,7 @@ class Server:
         return answer
 
     def _note_changes(self, worker: int | None = None) -> None:
-        """Parity servers are to hear of what was applied, if anything was."""
+        """Tell the replicator that rows have changed, if they have."""
         if self._changed and self.replicator is not None:
             self.replicator.changed(self._now, worker)
         self._changed = False
@@ -554,7 +554,7 @@ class Server:
         return answer, ()
 
     def _is_ahead(self, envelope: Envelope, message: Pull) -> bool:
-        """Whether a pull has overtaken the push that it must see the effect of: it waits for that."""
+        """Whether a pull has overtaken the push whose effect it must see; if so, it is deferred."""
         if self._ledger.applied(envelope.source.slot) >= message.after:
             return False
         self._waiting.until_push(envelope, message.request)
@@ -567,8 +567,8 @@ class Server:
     def _with_rows(
         self, answer: Pushed | Refused | None, source: Peer, updates: Sequence[Update], group: int
     ) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
-        """The answer to a push, with the new weights of a group's rows if they were asked for: those that it
-        will leave if it is only staged, so that the worker need not wait for its commit."""
+        """Add the new weights of a group's rows to the answer to a push, if requested. For a staged push,
+        these are the weights that it will produce, so that the worker need not wait for its commit."""
         if group >= 0 and isinstance(answer, Pushed):
             for number, places, gradients in updates:
                 if number == group:
@@ -628,14 +628,14 @@ class Server:
             self.saver.touched(*update[:2])
 
     def _install_copy(self) -> None:
-        """Take a worker's copy of the network over, if it is clear which."""
+        """Install a worker's copy of the network, once it is certain which."""
         if self.contents is not None and self.started.epoch:
             chosen = self.contents.advance(self.view)
             if chosen is not None:
                 self._put_first_values(chosen)
 
     def _contained(self, group: int) -> tuple[int, ...]:
-        """What whoever gets rows of this group must know of them."""
+        """The marks that accompany rows of this group."""
         network = len(self.shards) - 1
         return tuple(self.contents.marks) if self.contents is not None and group == network else ()
 

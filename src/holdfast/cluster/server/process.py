@@ -1,5 +1,5 @@
-"""The process round a server. It loads no torch, and what stores need only if rows are saved: a new one is
-waited for."""
+"""The process of a server. It does not import torch, and imports stores only if rows are saved, because
+training waits for a replacement to start."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _prepared = False
 
 
 def run(assignment: Assignment) -> None:
-    """Be a server until the job ends."""
+    """Run a server until the job ends."""
     plan = assignment.plan
-    with contextlib.nullcontext() if _prepared else in_turn():  # a spare is wanted at once
+    with contextlib.nullcontext() if _prepared else in_turn():  # a spare is needed at once
         _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
     with open_transport(assignment) as transport:
         fresh = plan.resume is None
@@ -64,8 +64,8 @@ def run(assignment: Assignment) -> None:
 
 
 class _LostRows:
-    """Writes down which rows of which tables are lost, so that everybody can tell: all of them, if the job
-    goes on without them; if it does not, those that are found before it ends."""
+    """Writes lost rows to a CSV file: all of them, if the job continues without them; otherwise those found
+    before it ends."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._path = lost_rows_path(Path(assignment.folder), assignment.me, assignment.plan)
@@ -78,16 +78,16 @@ class _LostRows:
         lines = [f"{tables[t].name},{row - firsts[t]}\n" for t, row in zip(numbers, rows, strict=True)]
         try:
             self._path.parent.mkdir(exist_ok=True)
-            # A job that went back to a checkpoint begins to count its processes anew.
+            # Overwrite: a job that restarted from a checkpoint numbers its incarnations from 1 again.
             with self._path.open("a" if self._begun else "w") as file:
                 file.writelines(lines if self._begun else ["table,row\n", *lines])
             self._begun = True
-        except OSError:  # a full disk is no reason to lose more
+        except OSError:  # a full disk must not end the server
             traceback.print_exc()
 
 
 class _Connect:
-    """Connects a server to those that it has lanes with, whenever a view is new."""
+    """Connects a server to its neighbours whenever the view is new."""
 
     def __init__(self, server: Server, transport: ZmqTransport) -> None:
         self._server, self._transport = server, transport
@@ -102,9 +102,10 @@ class _Connect:
 
 
 class _Opening(threading.Thread):
-    """Opens a server's store and reads its rows while the server gives signs of life: that may take minutes.
+    """Opens a server's store and reads its rows in a thread, which may take minutes, while the server sends
+    beats.
 
-    Until the server is told of it, the job does not start, and nobody else touches its rows.
+    Until the rows are handed over, the job does not start, and no other thread touches them.
     """
 
     def __init__(self, server: Server) -> None:
@@ -126,7 +127,7 @@ class _Opening(threading.Thread):
             self._error = message_of(error)
 
     def hand_over(self) -> None:
-        """Tell the server, once it is done; called by the thread that runs it."""
+        """Pass the result to the server, once it is there; called by the thread that runs the server."""
         if self._told or self.is_alive():
             return
         self._told = True
@@ -137,13 +138,13 @@ class _Opening(threading.Thread):
 
 
 def load() -> None:
-    """Let numba load what any compiled loop needs, once for all servers: that takes longer than the loops."""
+    """Let Numba load what all compiled loops share, once for all servers: it takes longer than the loops."""
     with in_turn():
         within(np.zeros(1, np.int64), 1)
 
 
 def prepare() -> None:
-    """Load the loops of every optimizer, and what stores need."""
+    """Load the loops of every optimizer, and the modules that stores need."""
     from holdfast.cluster.saving import resume  # noqa: F401, PLC0415
 
     names = get_args(OptimizerName)
@@ -157,13 +158,13 @@ def prepare() -> None:
 
 
 def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
-    """Compile every loop before the first sign of life: the first time it takes longer than silence may."""
+    """Compile every loop before the first beat: the first time it takes longer than ``silent_seconds``."""
     few = np.arange(3, dtype=np.uint32).tobytes()
     for group in groups:
         small = replace(group, tables=(TablePlan("few", 3),), initial="installed")
         shard = GroupShard(small, Placement(1), 0, 0, keep_changes=True)
         zeros = bytes(3 * 4 * group.dim)
-        # As they come in messages: for arrays of another kind, other code would be compiled.
+        # Read-only, as arrays of messages are: for other kinds, Numba would compile other code.
         places = as_array(few, np.uint32, (3,))
         values = as_array(zeros, np.float32, (3, group.dim))
         shard.install(places, values)
@@ -171,7 +172,7 @@ def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
         shard.preview(places, values)
         shard.pull(places)
         shard.write(places, shard.records.copy())
-        shard.write(np.arange(3), shard.records.copy())  # as rows come back
+        shard.write(np.arange(3), shard.records.copy())  # as in recovery
         shard.changes.keep(places)
         ((_, blocks, differences),) = shard.changes.take()
         for k, r in codes:

@@ -1,4 +1,4 @@
-"""The rows that a worker's message names, as arrays that are known to fit."""
+"""Parse the rows of workers' messages into arrays of validated size."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 
 def shard_of(shards: Sequence[GroupShard], part: Part) -> GroupShard:
-    """The shard that a part is about."""
+    """The shard of a part's group."""
     if not 0 <= part.group < len(shards):
         raise ValueError(f"group {part.group}: there are {len(shards)}")
     return shards[part.group]
 
 
 def pulled_rows(parts: Sequence[Part], frames: Sequence[Frame]) -> list[Update]:
-    """The parts of a pull, which have no gradients."""
+    """Parse the parts of a pull, which have no gradients."""
     return [
         (part.group, as_array(frame, np.uint32, (part.rows,)), _NOTHING)
         for part, frame in zip(parts, frames, strict=True)
@@ -32,9 +32,9 @@ def pulled_rows(parts: Sequence[Part], frames: Sequence[Frame]) -> list[Update]:
 
 
 def pushed_rows(shards: Sequence[GroupShard], parts: Sequence[Part], frames: Sequence[Frame]) -> list[Update]:
-    """The parts of a push, all of them checked first: what is applied in part cannot be undone."""
+    """Parse the parts of a push. Validates all of them first: a partly applied push cannot be undone."""
     if len(frames) != 2 * len(parts):
-        raise ValueError("a push whose frames do not fit its parts")
+        raise ValueError("the frames of a push do not match its parts")
     updates: list[Update] = []
     for number, part in enumerate(parts):
         shard = shard_of(shards, part)

@@ -1,12 +1,12 @@
-"""Whether what a replacement recovers is what was lost, to the bit: compared with the dead server's memory.
+"""Compare the rows that a replacement recovers with the dead server's memory, bit for bit.
 
-A server that is to be compared keeps its records in a file that is mapped into its memory. When it is killed,
-at whatever instant, the file holds what the memory held. Beside it lies the *age* of each record: the flush
-(see ``redundancy.replicator``) that it changed in last, written before the record is. What is
-recovered is of the flush that the supervisor chose, so that records which are no newer must be equal.
-Newer ones were not kept yet; workers push what changed them again.
+A witnessed server memory-maps its records from a file. When it is killed, at whatever instant, the file holds
+the content of its memory. A second file holds the *age* of each record: the flush (see
+``redundancy.replicator``) that last changed it, written before the record is. Recovered records are as of the
+flush that the supervisor chose, so records that are no newer must be equal.
+Newer ones were not kept yet; workers push those changes again.
 
-For demonstrations and tests: nothing of it is needed to recover anything.
+For demonstrations and tests only: recovery does not need it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _NOT_HERE = 2**32 - 1
 
 
 class Witness:
-    """Makes the shards of a server that is compared, and counts.
+    """Creates the shards of a witnessed server, and counts comparisons.
 
     Args:
-        folder: the run's.
+        folder: the run's folder.
         me: the server.
 
     Attributes:
-        replicator: the server's; to be set before rows change.
-        counts_until: the last flush of its predecessor that counts; to be set before rows come back.
-        compared: recovered records that were compared with the predecessor's.
-        unequal: those that were not equal.
+        replicator: the server's replicator; set it before rows change.
+        counts_until: the last flush of its predecessor that counts; set it before rows are recovered.
+        compared: recovered records compared with the predecessor's.
+        unequal: those that differed.
     """
 
     def __init__(self, folder: Path, me: Peer) -> None:
@@ -51,23 +51,23 @@ class Witness:
         self._shards = 0
 
     def shard(self, *args: Any, **options: Any) -> GroupShard:
-        """A shard as ``GroupShard`` makes it, of the next group."""
+        """Create a shard of the next group; takes the arguments of ``GroupShard``."""
         group, self._shards = self._shards, self._shards + 1
         return _WitnessedShard(self, group, *args, **options)
 
     def next_flush(self) -> int:
-        """The flush that what changes now will be in."""
+        """The number of the flush that will contain changes made now."""
         assert self.replicator is not None
         return self.replicator.flushes + 1
 
     def new_file(self, group: int, what: str, size: int) -> NDArray[np.uint32]:
-        """So many zeros in a file of this incarnation's."""
+        """Create a file of zeros for this incarnation, mapped into memory."""
         with open(self._path(group, what, self._me.incarnation), "x+b") as file:
             file.truncate(max(4 * size, 1))
             return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint32, size)
 
     def old_file(self, group: int, what: str) -> NDArray[np.uint32] | None:
-        """What the predecessor left; None: there is none."""
+        """Read the predecessor's file; None if there is none."""
         path = self._path(group, what, self._me.incarnation - 1)
         return np.fromfile(path, np.uint32) if path.exists() else None
 

@@ -1,4 +1,4 @@
-"""Tests of the model while a job runs: when the next one is due, and what came of those before."""
+"""Tests of the model while a job runs: when the next one is due, and their results."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _TESTS_OF_AN_EPOCH = 1 << 20
 
 
 class Evaluations:
-    """The tests that one supervisor asks for, one after the other.
+    """The tests that one supervisor requests, one at a time.
 
     Args:
-        epoch: the supervisor's first: the worker that tests does each number once, so they begin beyond all
-            that the supervisor before can have given.
+        epoch: the supervisor's first epoch. The testing worker runs each number once, so numbers start beyond
+            all that an earlier supervisor can have used.
         every: batches between tests; 0: only at the end.
-        steps: batches that count already.
+        steps: batches that already count.
 
     Attributes:
         every: as given.
-        results: of those that are done.
+        results: results of the completed tests.
     """
 
     def __init__(self, epoch: int, every: int, steps: int) -> None:
@@ -31,26 +31,26 @@ class Evaluations:
 
     @property
     def waiting(self) -> bool:
-        """Whether one is under way."""
+        """Whether a test is running."""
         return self._number > self._last()
 
     def take(self, tested: Evaluation | None) -> Evaluation | None:
-        """What a worker says of its last test; the result if it is a new one."""
+        """Process a worker's last test result. Returns it if it is new."""
         if tested is None or not self._last() < tested.number <= self._number:
             return None
         self.results.append(replace(tested, step=self._asked_at))
         return self.results[-1]
 
     def has_tested(self, steps: int) -> bool:
-        """Whether the last one asked for was of this very state."""
+        """Whether the last requested test was of this state."""
         return self._number > self._before and self._asked_at == steps
 
     def is_due(self, steps: int) -> bool:
-        """Whether it is time for the next one."""
+        """Whether the next test is due."""
         return bool(self.every) and steps - self._asked_at >= self.every
 
     def begin(self, steps: int) -> int:
-        """The number of the next one."""
+        """Start the next test. Returns its number."""
         self._number += 1
         self._asked_at = steps
         return self._number

@@ -1,14 +1,14 @@
-"""Who is alive, and what the job is to be: the supervisor as a machine without clock and socket.
+"""The supervisor's state machine, without clock and socket: who is alive, and what the job should do.
 
-Everything is decided from what nodes last said of themselves, and told to them as a view; a view that did
-not arrive is sent again when a beat shows an old one. So there is no step in which a lost message, or a
-supervisor that dies and comes back, could leave something half done.
+All decisions follow from the last beats of the nodes, and are published as a view. A view that did not arrive
+is sent again when a beat shows an old one. So there is no step in which a lost message, or the restart of
+the supervisor, could leave something half done.
 
-A worker that dies is replaced in three steps, each complete when every server says that it follows the
+A dead worker is replaced in three steps, each complete when every server reports that it follows the
 view: *fencing* (servers refuse the old incarnation from now on), *settling* (a push that some servers have
 applied and others only staged is applied by all; one that none has applied is dropped), and the *start* of
-the new incarnation behind the last batch that counts. Every incarnation gets a new epoch, which is durable
-before anybody hears of it (``views``).
+the new incarnation after the last batch that counts. Every incarnation gets a new epoch, which is durable
+before it is published (``views``).
 
 ``Supervisor.advance`` is the main path.
 """
@@ -46,27 +46,27 @@ from holdfast.cluster.supervisor.views import Storage, Views
 
 
 class Keeper(Protocol):
-    """Decides when the job is saved, and makes what servers have copied a version."""
+    """Decides when to save the job, and makes a version of the rows that servers have copied."""
 
     def receive(self, slot: int, message: Saved, frames: Sequence[Frame]) -> None:
-        """What a server has saved."""
+        """Process a server's report on what it has saved."""
 
     def advance(self, supervisor: Supervisor, now: float) -> None:
-        """Do whatever what is known allows; called after every message and tick."""
+        """Do everything that has become possible; called after every message and tick."""
 
     def may_stop(self, supervisor: Supervisor, now: float) -> bool:
-        """Whether everything is saved; asked again and again at the end of the job."""
+        """Whether everything is saved; called repeatedly at the end of the job."""
 
 
 class Supervisor:
-    """The machine of the supervisor.
+    """The state machine of the supervisor.
 
     Args:
-        plan: the job's.
-        storage: where epochs are kept.
-        now: the time.
+        plan: the job's plan.
+        storage: stores epochs durably.
+        now: the current time.
         test_every: batches between tests; 0: only at the end.
-        keeper: who saves the job; None if nobody does.
+        keeper: saves the job; None if it is not saved.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Supervisor:
         self.failure: JobFailure | None = None
         self.cut: Cut | None = None
         self.cuts_made: list[Cut] = []
-        """Cuts that all servers have copied; whoever saves takes them out."""
+        """Cuts that all servers have copied; the keeper takes them out."""
         self.finished = False
         self._keeper = keeper
         self._hold = False
@@ -117,16 +117,16 @@ class Supervisor:
 
     @property
     def view(self) -> View:
-        """What everybody is told."""
+        """The current view."""
         return self._views.now
 
     @property
     def tests(self) -> list[Evaluation]:
-        """How tests came out."""
+        """Results of tests."""
         return self._evaluations.results
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Take one message."""
+        """Process one message."""
         beat, source = envelope.message, envelope.source
         if not self.admission.admits(envelope):
             return
@@ -148,18 +148,18 @@ class Supervisor:
             news = self._note_beat(source, beat, now)
         else:
             return
-        if news:  # most beats say what the last one said
+        if news:  # most beats repeat the last one
             self.advance(now)
         if beat.view < self.view.number:
             self._send(source, self.view)
 
     def tick(self, now: float) -> None:
-        """Look for nodes that have fallen silent."""
+        """Detect nodes that have fallen silent."""
         timing = self.plan.timing
         stood_still = now - self._ticked
         self._ticked = now
         if stood_still > timing.silent_seconds / 2:
-            # Whoever does not listen cannot tell who was silent.
+            # This supervisor was suspended itself, so it cannot tell who was silent.
             for member in [*self.servers, *self.workers]:
                 member.since += stood_still
                 member.heard = None if member.heard is None else member.heard + stood_still
@@ -168,7 +168,7 @@ class Supervisor:
         for member in members:
             silence = now - (member.since if member.heard is None else member.heard)
             if silence > (timing.start_seconds if member.heard is None else timing.silent_seconds):
-                self._lose(member, f"gave no sign of life for {silence:.1f} s", now)
+                self._lose(member, f"sent no heartbeat for {silence:.1f} s", now)
         if self._keeper is not None or self.view.number != self._advanced:
             self.advance(now)
         if self.view.phase != "starting" and self._look.is_due(now):
@@ -178,51 +178,51 @@ class Supervisor:
                 self._fail(stalled)
 
     def request_cut(self, version: int, *, baseline: bool = True, whole: bool = True) -> None:
-        """Make a consistent cut of all rows for this version: workers hold, servers copy, workers go on.
+        """Make a consistent cut of all rows for this version: workers hold, servers copy, workers continue.
 
-        ``version`` must be beyond all that any server has heard of; ask ``may_cut`` before.
+        ``version`` must be greater than any that a server has seen; check ``may_cut`` first.
         """
         assert self.cut is None
         if self.view.phase == "running":
             self._views.change(phase="holding", baseline=baseline, whole=whole)
             self.cut = Cut(version, self.view.number)
-        elif self.view.phase == "ending":  # they finish their batch anyway, and do not go on
+        elif self.view.phase == "ending":  # workers finish their batch and stop anyway
             self._views.change(baseline=baseline, whole=whole)
             self.cut = Cut(version, self.view.number)
 
     def may_cut(self) -> bool:
-        """Whether a cut can be asked for, and servers' beats say which was the last they heard of.
+        """Whether a cut can be requested, and servers' beats say which was the last they saw.
 
-        A beat that was sent before this supervisor came to be may be older than a cut that the one before it
-        asked for: the same number would then stand for two instants.
+        A beat sent before this supervisor started may be older than a cut that its predecessor requested: the
+        same number would then mean two instants.
         """
         going = self.view.phase in ("running", "ending") and self.cut is None
-        # What is ahead is caught up with, unless the job ends before that.
+        # Pushes that are ahead will count soon, unless the job ends before that.
         ahead = self.view.phase == "running" and any(s.ahead for s in self.servers)
         return going and not ahead and all(s.follows(self._first) and s.whole for s in self.servers)
 
     @property
     def degraded(self) -> bool:
-        """Whether rows or parities are lacking."""
+        """Whether any server lacks rows or parities."""
         return self._log.degraded
 
     def announce(self, **changes: int) -> None:
-        """Tell everybody what has become of a version: "committed" or "tidied"."""
+        """Publish the state of a version: "committed" or "tidied"."""
         if self.view.phase != "stopping":
             self._views.change(**changes)
 
     def send(self, server: int, message: Message) -> None:
-        """Send something to a server."""
+        """Send a message to a server."""
         self._send(self.servers[server].peer, message)
 
     def request_stop(self) -> None:
-        """End the job before its time: workers finish their batch, a test is made, everything stops."""
+        """End the job early: workers finish their batch, a test runs, everything stops."""
         if self.view.phase in ("running", "holding"):
             self.cut = None
             self._views.change(phase="ending")
 
     def steps(self) -> int:
-        """Batches that count so far, of all workers together and of the runs that this one goes on from."""
+        """Batches that count so far, of all workers and of the runs that this one resumes."""
         return self._tally.steps()
 
     def samples(self) -> int:
@@ -230,7 +230,7 @@ class Supervisor:
         return self._tally.samples()
 
     def advance(self, now: float) -> None:
-        """Do whatever what is known allows."""
+        """Do everything that has become possible."""
         self._advanced = self.view.number
         if self.view.phase == "stopping":
             return
@@ -253,11 +253,11 @@ class Supervisor:
         beat = server.beat
         if server.stage == "started":
             self._note_recovery(server, now)
-        elif beat is not None and beat.started.epoch:  # this supervisor came back, or another saw it start
+        elif beat is not None and beat.started.epoch:  # it started under an earlier supervisor
             since = beat.started
             self._views.change_server(server.slot, endpoint=beat.endpoint, starts=True, since=since)
             server.stage = "started"
-            self._note_recovery(server, now)  # at once: without its rows there must be no cut
+            self._note_recovery(server, now)  # now: there must be no cut without its rows
         elif server.incarnation == 1:
             if all(s.ready for s in self.servers):
                 self._begin()
@@ -275,12 +275,12 @@ class Supervisor:
             self._fail(failure)
 
     def _begin(self) -> None:
-        """All servers have their rows: the first ones of all slots begin in one view."""
+        """Start the first incarnations of all slots in one view: all servers have their rows."""
         self._views.begin()
         since = self._views.next_number()
         for server in self.servers:
             if server.incarnation == 1 and server.beat is not None and server.beat.started.epoch:
-                since = server.beat.started  # by a view that the others have missed
+                since = server.beat.started  # in a view that the others have missed
         entries = list(self.view.servers)
         for server in self.servers:
             if server.incarnation == 1 and server.stage != "started" and server.beat is not None:
@@ -290,7 +290,7 @@ class Supervisor:
         self._views.change(servers=tuple(entries))
 
     def _others_follow(self, server: ServerMember) -> bool:
-        """Whether all other servers know of what was said of this one last, or have nothing to do with it."""
+        """Whether all other servers have seen this server's last change, or share nothing with it."""
         for other in self.servers:
             if other is server:
                 continue
@@ -299,7 +299,7 @@ class Supervisor:
         return True
 
     def _settle_server(self, server: ServerMember) -> None:
-        """Decide how much of a dead server's work counts, if the job can go on without it."""
+        """Decide how much of a dead server's work counts, if the job can continue without it."""
         server.samples_then = self.samples()
         counts = what_counts(self.plan, server, self.servers)
         if isinstance(counts, JobFailure):
@@ -317,13 +317,13 @@ class Supervisor:
             return
         marks = [s.marks[worker.slot] for s in self.servers]
         if worker.stage == "fencing":
-            # Nothing that the old incarnation sent can change these marks any more.
+            # No message of the old incarnation can change these marks any more.
             self._views.change_worker(worker.slot, settle=max(mark.sequence for mark in marks))
             worker.stage = "settling"
         elif all(mark.kept >= mark.sequence for mark in marks):
-            # Nobody has its pushes any more: what a server that died had not kept would be lost.
-            # With atomic pushes all marks are equal by now. Without, some servers may be one batch ahead: it
-            # is computed again, and they recognise its number.
+            # No worker can resend its pushes any more: any that a dead server had not kept would be lost.
+            # With atomic pushes all marks are equal by now. Otherwise some servers may be one batch ahead: it
+            # is computed again, and they recognize its number.
             last = min(marks, key=lambda mark: mark.sequence)
             owes = max(mark.contained for mark in marks)
             sequence, batch = last.sequence, last.batch
@@ -343,7 +343,7 @@ class Supervisor:
                 cut.positions = tuple(w.beat.batch for w in self.workers if w.beat is not None)
                 self._views.change(cut=cut.version)
         elif all(s.stage == "started" and s.beat and s.beat.cut >= cut.version for s in self.servers):
-            # Nobody has gone on yet, so these beats say what is in the cut.
+            # Workers still hold, so these beats describe the cut.
             cut.steps, cut.samples = self.steps(), self.samples()
             self.cut = None
             self.cuts_made.append(cut)
@@ -372,12 +372,12 @@ class Supervisor:
             self._views.change_worker(tester.slot, test=tests.begin(steps))
 
     def _note_beat(self, source: Peer, beat: ServerBeat | WorkerBeat, now: float) -> bool:
-        """Take what a node says; whether it says anything new."""
+        """Process a node's beat. Returns whether it contains anything new."""
         member = self._member(source)
         if member is None or source.incarnation != member.incarnation:
             return False
         news, member.heard = beat != member.beat, now
-        member.beat = beat  # of the same role: admission has checked that
+        member.beat = beat  # admission has checked that the role matches
         self._look_at(member, beat, now)
         return news
 
@@ -387,13 +387,13 @@ class Supervisor:
         if beat.state == "failed":
             self._fail(JobFailure("error", member.peer, beat.error))
         elif isinstance(member, WorkerMember) and beat.stuck_on and member.stage == "started":
-            # Both are alive, but cannot talk to each other. A worker can be replaced at no cost.
+            # Both are alive, but cannot communicate. Replacing the worker costs nothing.
             if not any(self.servers[s].makes_wait for s in beat.stuck_on) and all(
                 beat.view >= self.view.servers[s].since for s in beat.stuck_on
             ):
                 self._lose(member, f"cannot reach server {beat.stuck_on[0]}", now)
         elif member.role == "server":
-            # Two servers cannot talk to each other: one is replaced, if the code covers that.
+            # Two servers cannot communicate: one is replaced, if the code covers that.
             for other in [self.servers[s] for s in beat.stuck_on if 0 <= s < len(self.servers)]:
                 known = other.stage == "started" and beat.view >= self.view.servers[other.slot].since
                 if known and self._can_lose(other):
@@ -401,7 +401,7 @@ class Supervisor:
                     return
 
     def _can_lose(self, victim: ServerMember) -> bool:
-        """Whether no ring lacks more servers than the code covers if this one is gone, too."""
+        """Whether the code covers the loss of this server, in addition to those that are not sound."""
         gone = {victim.slot} | {server.slot for server in self.servers if not server.sound}
         ring = self.plan.placement.ring(victim.slot)
         return len(gone.intersection(ring)) <= self.plan.r
@@ -414,7 +414,7 @@ class Supervisor:
         self._lose(member, how, now)
 
     def _lose(self, member: ServerMember | WorkerMember, how: str, now: float) -> None:
-        """A node no longer counts: it is replaced, or the job ends."""
+        """Replace a node that no longer counts, or end the job."""
         if self.view.phase == "stopping":
             return
         covered = (self.plan.r and self.plan.dense != "none") or self.plan.partial
@@ -434,7 +434,7 @@ class Supervisor:
             self._replace(member, now)
 
     def _count_death(self, member: ServerMember | WorkerMember) -> int:
-        """How often it has died; of a worker, at the same batch."""
+        """Count a death. Returns how often it has died; for a worker, at the same batch."""
         if isinstance(member, WorkerMember):
             sequence = self._tally.sequence(member)
             member.deaths = 0 if sequence != member.died_at else member.deaths
@@ -443,7 +443,7 @@ class Supervisor:
         return member.deaths
 
     def _replace(self, member: ServerMember | WorkerMember, now: float) -> None:
-        """A new incarnation is to take the slot over: first the old one is fenced."""
+        """Request a new incarnation for the slot: first the old one is fenced."""
         member.incarnation += 1
         member.since, member.heard, member.beat = now, None, None
         if isinstance(member, ServerMember):
@@ -456,7 +456,7 @@ class Supervisor:
         member.since_view = self.view.number
 
     def _give_up_cut(self) -> None:
-        """A cut that not all servers have copied comes to nothing."""
+        """Abandon a cut that not all servers have copied."""
         if self.cut is not None:
             self.cut = None
             if self.view.phase == "holding":
@@ -473,7 +473,7 @@ class Supervisor:
         return members[peer.slot] if 0 <= peer.slot < len(members) else None
 
     def _tell(self, view: View) -> None:
-        """Send a new view to everybody who is known to listen."""
+        """Send a new view to all nodes with a known address."""
         for member in [*self.servers, *self.workers]:
             if member.beat is not None:
                 self._send(member.peer, view)
@@ -484,55 +484,55 @@ class Supervisor:
 
 
 _QUIET = 0.25
-"""Of the time after which a job is given up: if all was well for so long, it is well."""
+"""A share of ``hopeless_seconds``: after this long without problems, the job counts as healthy."""
 
 
 class Stalls:
-    """Tells how long a job has made no progress though some server is not as it should be.
+    """Detects that a job makes no progress while some server lacks something or cannot be reached.
 
-    Progress is a batch that counts, or fewer rows and parities that are lacking. That a server is replaced
-    is none by itself: it could be replaced for ever.
+    Progress is a batch that counts, or fewer missing rows and parities. Replacing a server is not progress by
+    itself: that could repeat forever.
 
     Args:
-        plan: the job's.
-        servers: what is known of them.
-        now: the time.
+        plan: the job's plan.
+        servers: the servers' members.
+        now: the current time.
     """
 
     def __init__(self, plan: JobPlan, servers: Sequence[ServerMember], now: float) -> None:
         self._plan, self._servers = plan, servers
         self._since = now
         self._seen = -math.inf
-        """When something was last not as it should be."""
+        """When there was last a problem."""
         self._steps = -1
         self._lacking: int | None = None
 
     def forgive(self, seconds: float) -> None:
-        """For so long nobody has looked."""
+        """Ignore this much time, in which the supervisor was suspended."""
         self._since += seconds
 
     def note_loss(self, member: Member, how: str, now: float) -> JobFailure | None:
-        """A node is lost; why another in its place would not help, if nothing has moved for too long."""
+        """Note that a node is lost. Returns a failure if there was no progress for too long to replace it."""
         self._seen = now
         if isinstance(member, ServerMember):
-            self._lacking = None  # more is lacking from now on
+            self._lacking = None  # more is missing from now on
         if self._is_patient(now):
             return None
         limit = self._plan.timing.hopeless_seconds
         return JobFailure("stalled", member.peer, f"{how}, and no batch has counted for {limit:g} s")
 
     def look(self, steps: int, members: Sequence[Member], now: float) -> JobFailure | None:
-        """Why the job cannot go on, if nothing has moved for too long."""
+        """Returns why the job cannot continue, if there was no progress for too long."""
         beats = [s.beat for s in self._servers if s.beat is not None]
         lacking = sum(beat.redundancy.rows + beat.redundancy.parities for beat in beats)
         moved = steps != self._steps or (self._lacking is not None and lacking < self._lacking)
-        # What is read from a store may take long.
+        # Reading from a store may take long.
         reading = any(beat.state == "restoring" or beat.redundancy.lost for beat in beats)
         stuck = [m for m in members if m.beat is not None and m.beat.stuck_on]
         ill = [s for s in self._servers if not s.sound]
         if stuck or ill:
             self._seen = now
-        # One that is replaced over and over is fine for a moment each time.
+        # A server that is replaced over and over has no problem for a moment each time.
         if moved or reading or now - self._seen > self._plan.timing.hopeless_seconds * _QUIET:
             self._since = now
         self._steps = steps
@@ -546,16 +546,16 @@ class Stalls:
         limit = self._plan.timing.hopeless_seconds
         who = (*ill, *stuck)[0]
         said = ill[0].beat.redundancy if ill and ill[0].beat is not None else None
-        lacks = f"lacks {said.rows:,} rows and {said.parities:,} parities" if said else "is not there"
+        lacks = f"lacks {said.rows:,} rows and {said.parities:,} parities" if said else "is not running"
         links = "; ".join(
-            f"{m.peer} does not reach server {m.beat.stuck_on[0]}" for m in stuck if m.beat is not None
+            f"{m.peer} cannot reach server {m.beat.stuck_on[0]}" for m in stuck if m.beat is not None
         )
-        text = f"{lacks if ill else 'waits'}, and nothing has come back for {limit:g} s"
+        text = f"{lacks if ill else 'waits'}, and nothing has been recovered for {limit:g} s"
         return JobFailure("stalled", who.peer, f"{text} ({links})" if links else text)
 
 
 def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMember]) -> Instant | JobFailure:
-    """What all of its parity servers have; why the job cannot go on if nobody can say."""
+    """The last instant that all parity servers of a dead server have, or see ``_without_parities``."""
     others = [server for server in servers if server is not dead]
     states = [
         state
@@ -569,7 +569,7 @@ def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMembe
     newest = max(state.incarnation for state in states)
     last = [state for state in states if state.incarnation == newest]
     if len(last) < len(states):
-        # Some have not even heard that the last one began: nothing of it can have been kept.
+        # Some have not even seen the last incarnation start: nothing of it can have been kept.
         return next(state.first for state in last if state.first.flush == 0)
     return min((state.now for state in last), key=lambda instant: instant.flush)
 
@@ -577,16 +577,16 @@ def what_counts(plan: JobPlan, dead: ServerMember, servers: Sequence[ServerMembe
 def _without_parities(
     plan: JobPlan, dead: ServerMember, others: Sequence[ServerMember]
 ) -> Instant | JobFailure:
-    """All rows of the server go back to what was saved; workers go on from where all others stand.
+    """All rows of the server go back to saved values; workers resume from the least mark of other servers.
 
-    A worker sends a push only when all servers have applied the one before. So what the others have in
-    common is that push, which is new to the replacement, or the one before it.
+    A worker sends a push only when all servers have applied the previous one. So the others have in common
+    either that push, which is new to the replacement, or the one before it.
     """
     known = [other.marks for other in others if other.marks]
     if not known:
-        return JobFailure("lost", dead.peer, "and all other servers")
+        return JobFailure("lost", dead.peer, "and all other servers died")
     if not (plan.partial or plan.beyond == "rows"):
-        return JobFailure("lost", dead.peer, "and all servers that hold its parities")
+        return JobFailure("lost", dead.peer, "and all servers with its parities died")
     marks = tuple(min(of_one, key=lambda mark: mark.sequence) for of_one in zip(*known, strict=True))
-    pushed = any(mark.sequence for mark in marks)  # which takes first values everywhere
+    pushed = any(mark.sequence for mark in marks)  # so all servers had initial values
     return Instant(0, marks, tuple(range(len(plan.groups))) if pushed else plan.first_installed)

@@ -1,4 +1,4 @@
-"""What a supervisor knows of nodes, and of a cut that is being made."""
+"""The supervisor's knowledge of nodes, and of a cut in progress."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from holdfast.cluster.protocol.plan import JobPlan
 
 @dataclass
 class Member:
-    """What is known of a slot."""
+    """The supervisor's knowledge of a slot."""
 
     role: Role
     slot: int
     incarnation: int
     since: float = 0.0
-    """When this incarnation was asked for."""
+    """When this incarnation was requested."""
     heard: float | None = None
     beat: ServerBeat | WorkerBeat | None = None
     stage: Literal["fencing", "settling", "started"] = "fencing"
     since_view: ViewNumber = ViewNumber()  # noqa: RUF009 (frozen)
-    """In which it came to its stage: others must know of that before it gets to the next."""
+    """The view in which it reached its stage: others must have seen it before the next stage."""
     deaths: int = 0
 
     @property
     def peer(self) -> Peer:
-        """The node that fills the slot."""
+        """The node in the slot."""
         return Peer(self.role, self.slot, self.incarnation)
 
     def follows(self, number: ViewNumber) -> bool:
@@ -44,35 +44,35 @@ class Member:
         return self.beat is not None and self.beat.view >= number
 
     def event(self, name: str, **figures: Any) -> tuple[str, dict[str, Any]]:
-        """Something that the run's log says of it."""
+        """An event about it for the run log."""
         return name, {"slot": self.slot, "incarnation": self.incarnation, **figures}
 
 
 @dataclass
 class ServerMember(Member):
-    """Of a server's slot."""
+    """The supervisor's knowledge of a server's slot."""
 
     beat: ServerBeat | None = None
     lost_at: float | None = None
-    """When this supervisor asked for the incarnation; None: one before it did, and it may have started."""
+    """When this supervisor requested the incarnation; None: an earlier one did, and it may have started."""
     recovering: bool = False
     samples_then: int = 0
-    """Of the job when it was lost."""
+    """The job's samples when it was lost."""
     recovered: bool = False
-    """Whether it has said that it has all rows: beats may overtake each other, but rows stay."""
+    """Whether it has reported all rows once: beats may arrive out of order, but rows stay."""
     wrong: tuple[int, int] = (0, 0)
-    """Parities that did not agree with their members, and how many of those were made anew."""
+    """Parities that did not match their members, and how many of those were repaired."""
     updates_lost: int = 0
     """Pushes that its network lacks for good."""
 
     @property
     def marks(self) -> tuple[WorkerMark, ...]:
-        """Where workers stand there; empty if nothing can be said."""
+        """The workers' marks at this server; empty if unknown."""
         return self.beat.marks if self.beat is not None and self.beat.started.epoch else ()
 
     @property
     def ready(self) -> bool:
-        """Whether it is there, and reads nothing from a checkpoint any more."""
+        """Whether it is running, and has finished reading from a checkpoint."""
         return self.beat is not None and self.beat.state != "restoring"
 
     @property
@@ -83,18 +83,18 @@ class ServerMember(Member):
 
     @property
     def ahead(self) -> int:
-        """Pushes that its network contains and that do not count yet."""
+        """The number of pushes that its network contains and that do not count yet."""
         return self.beat.redundancy.updates_ahead if self.beat is not None else 0
 
     @property
     def sound(self) -> bool:
-        """Whether it has all of its rows and parities: another may be lost."""
+        """Whether it has all of its rows and parities, so that another server may die."""
         return self.whole and self.beat is not None and not self.beat.redundancy.parities
 
     @property
     def makes_wait(self) -> bool:
-        """Whether workers may well wait for it though they reach it: it is not there yet, or lacks rows that
-        do not come from them. A checkpoint may take minutes to read."""
+        """Whether workers may have to wait for it although they reach it: it has not started, or lacks rows
+        that do not come from workers. Reading a checkpoint may take minutes."""
         if self.stage != "started" or self.beat is None:
             return True
         lacking = self.beat.redundancy.rows - self.beat.redundancy.not_installed
@@ -103,28 +103,28 @@ class ServerMember(Member):
 
 @dataclass
 class WorkerMember(Member):
-    """Of a worker's slot."""
+    """The supervisor's knowledge of a worker's slot."""
 
     beat: WorkerBeat | None = None
     died_at: int = -1
     """The last batch that counted when it last died."""
 
     def holds(self, since: ViewNumber) -> bool:
-        """Whether it has finished its batch and goes on with no other, knowing of this view."""
+        """Whether it has seen this view, finished its batch and started no other."""
         holds = self.beat is not None and self.beat.state in ("held", "done")
         return holds and self.stage == "started" and self.follows(since)
 
 
 @dataclass
 class Cut:
-    """A consistent cut that is being made."""
+    """A consistent cut in progress."""
 
     version: int
     view: ViewNumber
     positions: tuple[Position, ...] = ()
-    """The last batch of each worker that is in it; empty while workers are still finishing theirs."""
+    """The last batch of each worker in the cut; empty while workers are still finishing theirs."""
     steps: int = 0
-    """Batches that are in it, and their samples."""
+    """Batches in the cut, and their samples."""
     samples: int = 0
 
 
@@ -138,12 +138,12 @@ class JobFailure:
 
 
 class Tally:
-    """Counts what has been done.
+    """Counts completed batches and samples.
 
     Args:
-        plan: the job's.
-        servers: what is known of them; they say what was applied.
-        workers: what is known of them.
+        plan: the job's plan.
+        servers: the servers' members, whose beats say what was applied.
+        workers: the workers' members.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Tally:
         self._sequences = [0] * plan.workers
 
     def steps(self) -> int:
-        """Batches that count so far, of all workers together and of the runs that this one goes on from."""
+        """Batches that count so far, of all workers and of the runs that this one resumes."""
         return self._steps_before + sum(self.sequence(worker) for worker in self._workers)
 
     def samples(self) -> int:
@@ -168,14 +168,14 @@ class Tally:
     def sequence(self, worker: WorkerMember) -> int:
         """The last batch of a worker that all servers have applied."""
         marks = [s.marks[worker.slot].sequence for s in self._servers if s.marks]
-        said = worker.beat.sequence if worker.beat is not None else 0  # often before servers say it
-        # A server that was replaced may say less: what it lacks is being pushed again.
+        said = worker.beat.sequence if worker.beat is not None else 0  # often earlier than the servers' beats
+        # A replaced server may report less: its missing pushes are being sent again.
         most = max(min(marks, default=0), said, self._sequences[worker.slot])
         self._sequences[worker.slot] = most
         return most
 
     def done(self) -> float | None:
-        """How much of the whole run is done, by what workers say; None: they do not know."""
+        """The completed part of the run, as workers report it; None: unknown."""
         parts = [w.beat.figures.progress for w in self._workers if w.beat is not None]
         by_steps = self.steps() / self._most_steps if self._most_steps else 0.0
         return max(max(parts, default=0.0), by_steps) or None

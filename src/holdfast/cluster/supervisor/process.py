@@ -1,4 +1,4 @@
-"""The supervisor's process: the membership machine, its durable file, the run's events."""
+"""The supervisor's process: it runs the state machine, its durable file and the run log."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _MOST_HAPPENINGS = 16
 
 
 class FileStorage:
-    """The durable state in a file: written whole, synced, and only then known to anybody."""
+    """The durable state in a file, which is replaced atomically and synced before anybody learns of it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / STATE_FILE
         self.endpoint = ""
 
     def load(self) -> Durable | None:
-        """What was saved last; None if nothing was."""
+        """Read the last saved state; None if there is none."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=Durable)
         except FileNotFoundError:
@@ -72,14 +72,14 @@ class FileStorage:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """What is in there is nobody else's business."""
+    """Open a file that only this user can read."""
     handle = os.open(path, flags, 0o600)
     os.fchmod(handle, 0o600)
     return handle
 
 
 def run(assignment: Assignment) -> None:
-    """Watch over the job until it ends. A supervisor that comes back listens where the last one did."""
+    """Run the supervisor until the job ends. A restarted one listens on the same endpoint as the last."""
     folder = Path(assignment.folder)
     storage = FileStorage(folder)
     known = storage.load()
@@ -110,7 +110,7 @@ def _keeper(
         )
     if plan.saving is None:
         return None
-    # They take half a second to load, which other jobs need not wait for.
+    # These imports take half a second, which jobs that do not save should not wait for.
     from holdfast.cluster.saving.coordinator import SaveCoordinator  # noqa: PLC0415
     from holdfast.cluster.saving.resume import open_saving  # noqa: PLC0415
 
@@ -167,16 +167,16 @@ class _Watch:
             dropped = self._machine.admission.dropped + self._transport.counters.dropped
             status = _status(self._machine, self._keeper, now, self._happened, dropped)
             if ending:
-                # Whoever hears of the end ends this process, and may start the job again at once.
+                # The launcher ends this process once it learns of the end, and may restart the job at once.
                 status = msgspec.structs.replace(status, finished=False, failure=None)
             self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
 
     def _has_let_go(self, now: float) -> bool:
-        """Whether the store is free for others, or too slow to wait for: then the lease must run out."""
+        """Whether the store is released, or too slow to wait for: then its lease must expire."""
         if self._keeper is None:
             return True
         if self._letting_go is None:
-            self._letting_go = self._runs.submit(self._keeper.close)  # behind what is being written
+            self._letting_go = self._runs.submit(self._keeper.close)  # after pending writes
             self._let_go_by = now + _LET_GO_SECONDS
         return self._letting_go.done() or now > self._let_go_by
 

@@ -1,5 +1,4 @@
-"""What is to be told of servers that come back: what they have again, when training goes on, and when more of
-them may die."""
+"""Events about the recovery of servers: rows recovered, training resumed, redundancy restored."""
 
 from __future__ import annotations
 
@@ -12,35 +11,34 @@ from holdfast.cluster.supervisor.members import JobFailure, ServerMember, Tally,
 
 
 class Recoveries:
-    """Follows the supervisor's knowledge from the loss of a server until all redundancy is back.
+    """Tracks recovery from the loss of a server until redundancy is restored.
 
-    Whoever takes over from a supervisor that died does not know when servers were lost: then what is told has
-    no seconds.
+    A restarted supervisor does not know when servers were lost: its events have no seconds.
     """
 
     def __init__(self) -> None:
         self.degraded = False
-        """Whether some rows or parities have not come back yet."""
+        """Whether any server lacks rows or parities."""
         self.since: float | None = None
-        """When that began; None: unknown."""
+        """Since when; None: unknown."""
         self._behind: dict[int, tuple[int, ...]] = {}
 
     def lose(self, slot: int, now: float) -> None:
-        """A server is gone and will be replaced."""
+        """Note that a server is lost and will be replaced."""
         self._behind.pop(slot, None)
         if not self.degraded:
             self.degraded, self.since = True, now
 
     def start(self, slot: int, marks: Iterable[Sequence[WorkerMark]]) -> None:
-        """A replacement starts while pushes have come so far at the other servers."""
+        """Note the start of a replacement, with the other servers' marks at that time."""
         newest = tuple(max(mark.sequence for mark in of_one) for of_one in zip(*marks, strict=True))
         if newest:
             self._behind[slot] = newest
 
     def has_resumed(self, slot: int, marks: Sequence[WorkerMark], at_work: Sequence[bool]) -> bool:
-        """Whether every worker that is at work has pushed something new to a replacement; said once.
+        """Whether every working worker has pushed something new to a replacement; True only once.
 
-        What it pushes first may be what its predecessor did not keep: that others have already.
+        Its first pushes may be ones that the predecessor had not kept, which other servers already have.
         """
         behind = self._behind.get(slot)
         if behind is None or not any(at_work):
@@ -55,11 +53,11 @@ class Recoveries:
         return resumed
 
     def is_restored(self, *, sound: bool, lacking: bool) -> bool:
-        """Whether all redundancy has come back; said once.
+        """Whether redundancy has been restored; True only once.
 
         Args:
             sound: whether all servers have all rows and parities.
-            lacking: whether one says that it has not, as after a start from a checkpoint.
+            lacking: whether a server reports missing ones, as after a start from a checkpoint.
         """
         if lacking and not self.degraded:
             self.degraded, self.since = True, None
@@ -69,14 +67,14 @@ class Recoveries:
 
 
 class RecoveryLog:
-    """Tells it, from what servers say of themselves.
+    """Emits events about recovery, from the servers' beats.
 
     Args:
-        plan: the job's.
-        servers: what is known of them.
-        workers: what is known of them.
-        tally: how far the job has come.
-        events: where it is told.
+        plan: the job's plan.
+        servers: the servers' members.
+        workers: the workers' members.
+        tally: counts the job's samples.
+        events: receives the events.
     """
 
     def __init__(
@@ -94,25 +92,25 @@ class RecoveryLog:
 
     @property
     def degraded(self) -> bool:
-        """Whether rows or parities are lacking."""
+        """Whether any server lacks rows or parities."""
         return self._recoveries.degraded
 
     def note_loss(self, server: ServerMember, now: float) -> None:
-        """A server is gone and will be replaced."""
+        """Note that a server is lost and will be replaced."""
         server.lost_at = now
         server.recovering = server.recovered = False
         server.updates_lost = 0
         self._recoveries.lose(server.slot, now)
 
     def note_start(self, server: ServerMember, now: float) -> None:
-        """A replacement starts, without its rows."""
+        """Note that a replacement starts, without its rows."""
         server.recovering = True
         others = [s.marks for s in self._servers if s is not server and s.marks]
         self._recoveries.start(server.slot, others)
         self._events.append(server.event("server_started", after_seconds=_since(server.lost_at, now)))
 
     def note(self, server: ServerMember, now: float) -> JobFailure | None:
-        """Take what a server says that has started; why the job cannot go on with it, if so."""
+        """Process the beat of a started server. Returns why the job cannot continue with it, if so."""
         beat, failure = server.beat, None
         if beat is None or not beat.started.epoch:
             return None
@@ -144,7 +142,7 @@ class RecoveryLog:
         return failure
 
     def note_redundancy(self, now: float) -> None:
-        """Say when every server has all rows and parities again."""
+        """Emit an event when every server has all rows and parities again."""
         beats = [s.beat for s in self._servers if s.stage == "started" and s.beat is not None]
         lacking = any(beat.redundancy.rows or beat.redundancy.parities for beat in beats)
         sound = all(s.sound for s in self._servers)
@@ -153,7 +151,7 @@ class RecoveryLog:
             self._events.append(("redundancy_restored", {"after_seconds": seconds}))
 
     def _note_rows(self, server: ServerMember, said: Redundancy, now: float) -> None:
-        """A server has all rows again."""
+        """Note that a server has recovered all rows."""
         server.recovering, server.recovered = False, True
         server.deaths = 0
         if said.version >= 0:
@@ -167,7 +165,7 @@ class RecoveryLog:
             )
 
     def _note_rollback(self, server: ServerMember, back: Redundancy, now: float) -> None:
-        """Say what was lost when rows of a server went back to a version."""
+        """Emit an event about the samples lost when rows of a server went back to a version."""
         lost = max(0, server.samples_then - back.version_samples)
         share = back.went_back / max(1, sum(group.rows for group in self._plan.groups[:-1]))
         self._samples_lost += lost * share

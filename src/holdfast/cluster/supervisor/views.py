@@ -1,7 +1,7 @@
-"""The views that everybody is told, in order, and the epochs in their numbers: those are durable before use.
+"""The sequence of views, and the epochs in their numbers, which are durable before use.
 
-A supervisor that comes back begins an epoch beyond all that were ever told, and every incarnation gets one.
-So of two views the newer one can be told by its number, whoever made them.
+A restarted supervisor starts an epoch beyond all published ones, and every incarnation gets a new one.
+So the number of a view tells which of two is newer, whoever made them.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ _Entry = TypeVar("_Entry", ServerInView, WorkerInView)
 
 
 class Durable(Struct, frozen=True, kw_only=True):
-    """What a supervisor must know again after a crash."""
+    """The state that a supervisor must recover after a crash."""
 
     epoch: int = 0
     servers: tuple[int, ...] = ()
-    """The incarnation of each slot."""
+    """The incarnation in each slot."""
     workers: tuple[int, ...] = ()
     endpoint: str = ""
     began: bool = False
-    """Whether servers have begun: from then on what they hold is more than first values."""
+    """Whether servers have started: from then on they may hold more than initial values."""
     started: tuple[ServerInView, ...] = ()
-    """Replacements that have taken over: who has heard of one has forgotten how far the dead server came."""
+    """Replacements that have taken over: nodes that saw one no longer know how far the dead server came."""
 
 
 class Storage(Protocol):
-    """Keeps the durable state."""
+    """Stores the durable state."""
 
     def load(self) -> Durable | None:
-        """What was saved last; None the first time."""
+        """Read the last saved state; None the first time."""
 
     def save(self, state: Durable) -> None:
-        """Keep it: when this returns, a crash no longer loses it."""
+        """Save the state: once this returns, a crash does not lose it."""
 
 
 class Views:
     """The views of one supervisor; ``now`` is the newest.
 
     Args:
-        plan: the job's.
-        storage: where epochs are kept.
+        plan: the job's plan.
+        storage: stores epochs durably.
         tell: called with each view after the first.
     """
 
@@ -66,34 +66,34 @@ class Views:
 
     @property
     def began(self) -> bool:
-        """Whether servers have begun."""
+        """Whether servers have started."""
         return self._durable.began
 
     def change(self, **changes: Any) -> None:
-        """The next view."""
+        """Publish the next view."""
         self.now = replace(self.now, number=self.next_number(), **changes)
         self._tell(self.now)
 
     def change_server(self, slot: int, **changes: Any) -> None:
-        """The next view, in which only a server differs."""
+        """Publish the next view, with a change of one server."""
         self.change(servers=_with(self.now.servers, replace(self.now.servers[slot], **changes)))
 
     def change_worker(self, slot: int, **changes: Any) -> None:
-        """The next view, in which only a worker differs."""
+        """Publish the next view, with a change of one worker."""
         self.change(workers=_with(self.now.workers, replace(self.now.workers[slot], **changes)))
 
     def next_number(self) -> ViewNumber:
-        """The number of the next view, if no epoch begins before it."""
+        """The number of the next view, unless a new epoch starts first."""
         old, epoch = self.now.number, self._durable.epoch
         return ViewNumber(epoch, old.revision + 1 if old.epoch == epoch else 0)
 
     def begin(self) -> None:
-        """The first servers of all slots are about to begin."""
+        """Record that the first servers of all slots are about to start."""
         if not self.began:
             self._raise_epoch(began=True)
 
     def start_server(self, slot: int, endpoint: str) -> None:
-        """A replacement takes its slot over; a supervisor that comes after this one will say the same."""
+        """Publish that a replacement takes over its slot, durably: a restarted supervisor repeats it."""
         since = ViewNumber(self._durable.epoch + 1)
         entry = replace(self.now.servers[slot], endpoint=endpoint, starts=True, since=since)
         others = (other for other in self._durable.started if other.slot != slot)
@@ -101,20 +101,20 @@ class Views:
         self.change(servers=_with(self.now.servers, entry))
 
     def replace_server(self, slot: int) -> None:
-        """A server no longer counts: another incarnation is to take its slot over."""
+        """Request a new incarnation for a server's slot."""
         servers = _with(self.now.servers, ServerInView(slot, self.now.servers[slot].incarnation + 1))
         self._raise_epoch(servers=tuple(entry.incarnation for entry in servers))
         self.change(servers=servers)
 
     def replace_worker(self, slot: int) -> None:
-        """A worker no longer counts: another incarnation is to take its slot over."""
+        """Request a new incarnation for a worker's slot."""
         old = self.now.workers[slot]
         workers = _with(self.now.workers, WorkerInView(slot, old.incarnation + 1, test=old.test))
         self._raise_epoch(workers=tuple(entry.incarnation for entry in workers))
         self.change(workers=workers)
 
     def _raise_epoch(self, **changes: Any) -> None:
-        """A new epoch, durable with what begins with it before anybody hears of either."""
+        """Start a new epoch, durable together with these changes before either is published."""
         self._durable = replace(self._durable, epoch=self._durable.epoch + 1, **changes)
         self._storage.save(self._durable)
 

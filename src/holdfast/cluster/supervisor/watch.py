@@ -1,4 +1,4 @@
-"""Who watches the supervisor: whoever started it expects its reports, and starts another when they end."""
+"""Monitor the supervisor: the launcher expects its reports, and restarts it when they stop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from holdfast.cluster.protocol.plan import Timing
 
 
 class SupervisorWatch:
-    """How long a supervisor has been silent.
+    """Measures how long a supervisor has been silent.
 
     Args:
-        timing: of the job: a supervisor has as long as any node before it is taken for dead.
+        timing: the job's timing: a supervisor has the same timeouts as any node.
     """
 
     def __init__(self, timing: Timing) -> None:
@@ -19,15 +19,15 @@ class SupervisorWatch:
         self._ticked: float | None = None
 
     def start(self, now: float) -> None:
-        """A process was started: its first report may take a while."""
+        """Note that a process was started: its first report may take a while."""
         self._heard, self._since = None, now
 
     def hear(self, now: float) -> None:
-        """A report has come."""
+        """Note a report."""
         self._heard = now
 
     def silence(self, now: float) -> float:
-        """For how many seconds it has been silent, if that is longer than it may be; 0.0: it is not."""
+        """Seconds of silence, if it is longer than allowed; else 0.0."""
         since = self._heard if self._heard is not None else self._since
         stood_still = now - (now if self._ticked is None else self._ticked)
         self._ticked = now
@@ -35,7 +35,7 @@ class SupervisorWatch:
             self._since = now
             return 0.0
         if stood_still > self._timing.silent_seconds / 2:
-            # Whoever does not listen cannot tell who was silent.
+            # This process was suspended itself, so it cannot tell who was silent.
             self.start(now)
             self._heard = now
             return 0.0

@@ -1,6 +1,6 @@
-"""A worker's side of pulls and pushes: one question to several servers, asked again until all have answered.
+"""A worker's pulls and pushes: one request to several servers, retried until all have answered.
 
-No clock and no socket: ``receive`` takes the answers, ``tick`` the time, and what is to be sent lies in
+No clock and no socket: ``receive`` processes answers, ``tick`` handles time, and outgoing messages are in
 ``outbox``.
 """
 
@@ -44,27 +44,27 @@ from holdfast.cluster.protocol.wire import Message
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A server's part of the network, as it was at one instant."""
+    """A server's part of the network, as of one instant."""
 
     incarnation: int
     places: NDArray[np.uint32]
     weights: NDArray[np.float32]
     marks: tuple[int, ...]
-    """The newest push of each worker that it contains; …"""
+    """Each worker's newest push that it contains."""
     pushed: int = 0
-    """… the worker's own one, which the server had only staged."""
+    """This worker's own push, if it is contained although the server had only staged it."""
 
 
 class NetworkCopies:
-    """A worker's copies of the network, where workers are the only ones who have any (``dense="workers"``).
+    """A worker's copies of the network, if only workers have copies (``dense="workers"``).
 
-    Servers send the network's rows all the time, to pulls and with answers to pushes. What comes last is
-    kept, server by server, with marks that say which pushes it contains. See ``server.initial_values`` for
-    what becomes of it when a server dies.
+    Servers send the network's rows in answers to pulls and pushes. The worker keeps the last rows of each
+    server, with marks of the pushes that they contain. ``server.initial_values`` describes how the
+    replacement of a dead server uses them.
 
     Args:
         me: the worker.
-        plan: the job's.
+        plan: the job's plan.
     """
 
     def __init__(self, me: Peer, plan: JobPlan) -> None:
@@ -72,22 +72,22 @@ class NetworkCopies:
         rows = np.arange(plan.groups[-1].rows)
         owners = np.unique(plan.placements[-1].owner(rows)) if plan.dense == "workers" else ()
         self.holders = frozenset(int(server) for server in owners)
-        """Servers with rows of the network; none if there are other copies of it."""
+        """Servers with rows of the network; empty if there are other copies of it."""
         self._copies: dict[int, Copy] = {}
 
     def take(self, server: int, copy: Copy) -> None:
-        """Keep a copy, unless it is older than the one that is here."""
+        """Store a copy, unless it is older than the stored one."""
         old = self._copies.get(server)
         if old is None or (copy.incarnation, sum(copy.marks)) >= (old.incarnation, sum(old.marks)):
             self._copies[server] = copy
 
     def get(self, server: int) -> Copy | None:
-        """The newest one."""
+        """The newest copy of a server's part."""
         return self._copies.get(server)
 
     @property
     def contain(self) -> int:
-        """The worker's own newest push that is in all of them, and was applied when they were made."""
+        """This worker's newest push that all copies contain, and that servers had applied by then."""
         if len(self._copies) < len(self.holders):
             return 0
         return min(copy.marks[self._me.slot] for copy in self._copies.values())
@@ -98,43 +98,43 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowSpread:
-    """Rows of one group spread over the servers: server ``s`` has ``places[starts[s]:starts[s + 1]]``."""
+    """Rows of one group, spread over servers: server ``s`` has ``places[starts[s]:starts[s + 1]]``."""
 
     places: NDArray[np.uint32]
     starts: NDArray[np.int64]
 
     def at(self, server: int) -> slice:
-        """Which of the rows a server has."""
+        """The indices of the rows that a server has."""
         return slice(int(self.starts[server]), int(self.starts[server + 1]))
 
 
 @dataclass
 class _Question:
-    """What one server has been asked and has not answered yet."""
+    """A request to one server that it has not answered yet."""
 
     message: Message
     frames: Sequence[Frame]
     asked: float
     retry: Retry
     refused: float = -math.inf
-    """When it was last refused."""
+    """When the server last refused it."""
 
 
 @dataclass
 class Call:
-    """A question to several servers; ``done`` when all have answered."""
+    """A request to several servers; ``done`` when all have answered."""
 
     questions: dict[int, _Question] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
-        """Whether all have answered."""
+        """Whether all servers have answered."""
         return not self.questions
 
 
 @dataclass
 class PullCall(Call):
-    """Weights on their way; ``rows[group]`` is filled in as they come."""
+    """A pull in progress; ``rows[group]`` is filled as answers arrive."""
 
     request: int = 0
     spreads: Sequence[RowSpread] = ()
@@ -143,7 +143,7 @@ class PullCall(Call):
 
 @dataclass
 class PushCall(Call):
-    """Gradients on their way."""
+    """A push in progress."""
 
     sequence: int = 0
     batch: Position = START
@@ -152,9 +152,9 @@ class PushCall(Call):
     staged: bool = False
     """Whether some server waits for a commit."""
     committing: bool = False
-    """Whether all servers have it, so that it counts everywhere, whatever happens."""
+    """Whether all servers have staged it, so that it counts everywhere, whatever happens."""
     returned: Floats | None = None
-    """The new weights of the last group's rows, as answers bring them; None: they were not asked for."""
+    """The new weights of the last group's rows, filled by answers; None: not requested."""
     lacking: set[int] = field(default_factory=set)
     """Servers that have not sent theirs."""
     spread: RowSpread | None = None
@@ -170,8 +170,8 @@ class Calls:
 
     Args:
         me: the worker.
-        plan: the job's.
-        first_values: weights of a group that is "installed", in the order of ``spreads[group]``.
+        plan: the job's plan.
+        first_values: returns the initial weights of an "installed" group, and their spread.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class Calls:
         self.me = me
         self.outbox: list[Envelope] = []
         self.stale = False
-        """A server said that this worker has been replaced."""
+        """Whether a server said that this worker has been replaced."""
         self.kept_sequence = 0
-        """The last push that all servers keep, whatever fails that the code covers, and its batch."""
+        """The last push that all servers have kept: no failure covered by the code can undo it."""
         self.kept_batch: Position = START
         self._copies = NetworkCopies(me, plan)
-        """Of the network: a server that lost it takes them."""
+        """Copies of the network, for a server that has lost it."""
         self._plan = plan
         self._first_values = first_values
         self._servers: dict[int, ServerInView] = {}
@@ -206,7 +206,7 @@ class Calls:
 
     @property
     def unkept(self) -> int:
-        """How many pushes are not kept everywhere: their gradients may be needed once more."""
+        """The number of pushes that are not kept everywhere: their gradients may be needed again."""
         return len(self._pushes)
 
     @property
@@ -215,11 +215,11 @@ class Calls:
         return all(call.done for call in self._pushes)
 
     def start(self, sequence: int, batch: Position) -> None:
-        """Go on behind a push that all servers keep."""
+        """Resume after a push that all servers have kept."""
         self.kept_sequence, self.kept_batch = sequence, batch
 
     def adopt(self, servers: Sequence[ServerInView]) -> None:
-        """Follow a view: what a replaced server has not answered, or may have lost, goes to the new one."""
+        """Follow a view: resend to a replacement what its predecessor did not answer, or may have lost."""
         for server in servers:
             known = self._servers.get(server.slot)
             if not server.starts:
@@ -231,7 +231,7 @@ class Calls:
                 continue
             self._post(server.slot, Hello(), ())
             if self._plan.dense == "workers" and self._has_moved(server.slot):
-                self._install(server.slot, (len(self._plan.groups) - 1,))  # at once: it may be the last copy
+                self._install(server.slot, (len(self._plan.groups) - 1,))  # now: it may be the last copy
             for push in self._pushes:
                 if push.committing:  # its predecessor had staged it
                     self._post(server.slot, *self._push_message(push, server.slot))
@@ -243,7 +243,7 @@ class Calls:
                     self._send(server.slot, pull.questions[server.slot])
 
     def copy_of(self, server: int) -> Copy | None:
-        """What this worker could give a server that has lost its part of the network."""
+        """This worker's copy of a server's part of the network, for a server that has lost it."""
         return self._copies.get(server)
 
     @property
@@ -253,8 +253,7 @@ class Calls:
         return max(pushes, default=self.kept_sequence)
 
     def pull(self, spreads: Sequence[RowSpread], now: float, after: int = 0) -> PullCall:
-        """Ask for the weights of these rows, one spread for each group, as they are after a push that is
-        ``certain``."""
+        """Pull the weights of these rows, one spread for each group, as of a push that is ``certain``."""
         self._requests += 1
         self._now = now
         dims = [group.dim for group in self._plan.groups]
@@ -280,10 +279,11 @@ class Calls:
         *,
         returns: bool = False,
     ) -> PushCall:
-        """Send gradients of these rows to all servers, those without rows included: each keeps count.
+        """Send gradients of these rows to all servers, even those without rows: each must count the push.
 
-        The last push must be done: a server knows a repetition by its number alone. With ``returns``, answers
-        bring the new weights of the last group's rows (``returned``), unless something was lost on the way.
+        The previous push must be done: a server recognizes duplicates by their number alone. With
+        ``returns``, answers include the new weights of the last group's rows (``returned``), unless one is
+        lost.
         """
         assert self.applied
         self._now = now
@@ -309,13 +309,13 @@ class Calls:
         return call
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Take a server's answer; those that nobody waits for are dropped."""
+        """Process a server's answer; unexpected ones are dropped."""
         self._now = now
         server, message = envelope.source.slot, envelope.message
         known = self._servers.get(server)
         if known is None or known.incarnation != envelope.source.incarnation:
             return
-        if not isinstance(message, Lacks | AskKept):  # those say nothing of what was asked
+        if not isinstance(message, Lacks | AskKept):  # these do not answer a request
             self.routes.trust(envelope.source, now)
         if isinstance(message, PulledRows):
             self._take_rows(server, message, envelope.frames)
@@ -333,17 +333,17 @@ class Calls:
             self._post(server, CanResend(self.kept_sequence), ())
 
     def tick(self, now: float) -> None:
-        """Ask again where an answer is overdue."""
+        """Retry overdue requests."""
         self._now = now
         stood_still = now - self._ticked
         self._ticked = now
         if stood_still > self._plan.timing.stuck_seconds / 2:
-            # A worker that was stopped has not waited for anybody meanwhile.
+            # Time in which this worker was suspended is not time waited.
             for call in self._open():
                 for question in call.questions.values():
                     question.asked += stood_still
         if self._pushes and self.applied and self._ask_kept.is_due(now):
-            # Servers say by themselves what they keep, but once only. To say it again costs nothing.
+            # Servers announce kept pushes unsolicited, but only once. Asking again is cheap.
             self._ask_kept.again(now)
             for server, kept in enumerate(self._kept):
                 if kept < self._pushes[-1].sequence:
@@ -358,7 +358,7 @@ class Calls:
                     self._send(server, question)
 
     def waiting_since(self) -> dict[int, float]:
-        """For each server that owes an answer, since when; one that is being replaced owes none."""
+        """For each server that owes an answer, since when; a server being replaced owes none."""
         waiting: dict[int, float] = {}
         for call in self._open():
             for server, question in call.questions.items():
@@ -373,7 +373,7 @@ class Calls:
         return next((call for call in self._pushes if call.sequence == sequence), None)
 
     def _keep(self, server: int, sequence: int) -> None:
-        """A server keeps all pushes up to this one; what all of them keep need not be sent again."""
+        """Note that a server has kept all pushes up to this one; pushes that all have kept can be dropped."""
         self._kept[server] = max(self._kept[server], sequence)
         self._drop_kept()
 
@@ -390,7 +390,7 @@ class Calls:
         if message.not_installed:
             unanswered = call.questions[server]
             wait = self._plan.timing.retry_seconds if self._has_moved(server) else 0.0
-            if self._now >= unanswered.refused + wait:  # it may wait for another worker's copy
+            if self._now >= unanswered.refused + wait:  # the server may wait for another worker's copy
                 unanswered.refused = self._now
                 if self._install(server, message.not_installed):
                     self._send(server, unanswered)
@@ -411,13 +411,13 @@ class Calls:
         self._copy(server, message.marks, call.spreads[-1].places[here], call.rows[-1][here])
 
     def _install(self, server: int, groups: Sequence[int]) -> bool:
-        """Send a server values of groups: first ones, or those of the network that it has lost. False: this
-        worker has none."""
+        """Send values of groups to a server: initial ones, or a copy of the network that it has lost. False:
+        this worker has none."""
         network = len(self._plan.groups) - 1
         moved = server in self._copies.holders and self._has_moved(server)
         copy = self._copies.get(server) if moved else None
         if moved and network in groups and copy is None:
-            return False  # first values would undo what has been learned
+            return False  # initial values would undo training
         parts: list[Part] = []
         frames: list[Frame] = []
         for group in groups:
@@ -436,21 +436,21 @@ class Calls:
     def _copy(
         self, server: int, marks: tuple[int, ...], places: NDArray[np.uint32], rows: Floats, pushed: int = 0
     ) -> None:
-        """Keep what a server sent of the network, if it is for keeping."""
+        """Store a server's rows of the network as a copy, if copies are needed."""
         if len(marks) == self._plan.workers and server in self._copies.holders:
             incarnation = self._servers[server].incarnation
             self._copies.take(server, Copy(incarnation, places, rows, marks, pushed))
             self._drop_kept()
 
     def _pull_copies(self) -> None:
-        """Ask for copies of the network that contain the last push, if nothing else brings them."""
+        """Pull copies of the network that contain the last push, if no other request does."""
         if self._copies.holders and self._refresh.done and self._copies.contain < self._pushes[-1].sequence:
             *others, network = self._spreads
             nothing = [empty_spread(self._plan.servers)] * len(others)
             self._refresh = self.pull([*nothing, network], self._now, self._pushes[-1].sequence)
 
     def _has_moved(self, server: int) -> bool:
-        """Whether a server's rows were no longer the first values when its last incarnation died."""
+        """Whether a server's rows differed from the initial values when its last incarnation died."""
         until = self._servers[server].counts_until
         resumed = self._plan.resume is not None
         return until is not None and (resumed or any(mark.sequence for mark in until.marks))
@@ -473,8 +473,8 @@ class Calls:
             del call.questions[server]
             call.staged = True
         if call.done and call.staged and not call.committing:
-            # Every server has the gradients: from here on the push must count everywhere. Those that have
-            # applied it before, when another incarnation sent it, may have answered last.
+            # All servers have the gradients: from here on the push must count everywhere. A server that had
+            # applied it already, sent by an older incarnation, may answer last.
             call.committing = True
             for each in call.frames:
                 self._ask_push(call, each)
@@ -484,8 +484,8 @@ class Calls:
         if message.reason == "stale":
             self.stale = True
         elif message.reason in ("not staged", "not installed") and call and server in call.questions:
-            # It has been replaced since: all again, for it alone. Not at every refusal: there may be many on
-            # their way.
+            # The server has been replaced: send everything again, to it alone. Not at every refusal: many may
+            # be in transit.
             question = call.questions[server]
             if self._now >= question.refused + self._plan.timing.retry_seconds:
                 question.refused = self._now
@@ -518,7 +518,7 @@ class Calls:
 
     def _post(self, server: int, message: Message, frames: Sequence[Frame]) -> None:
         known = self._servers.get(server)
-        if known is not None:  # else it is sent when a view names the server
+        if known is not None:  # else it is sent when a view contains the server
             target = Peer("server", server, known.incarnation)
             self.outbox.extend(self.routes.ways_to(Envelope(self.me, target, message, frames), self._now))
 
@@ -532,14 +532,14 @@ class Calls:
 
 
 def empty_spread(servers: int) -> RowSpread:
-    """No rows at all."""
+    """A spread without rows."""
     return RowSpread(np.empty(0, np.uint32), np.zeros(servers + 1, np.int64))
 
 
 def spread_by(
     owners: NDArray[Any], places: NDArray[Any], servers: int
 ) -> tuple[RowSpread, NDArray[np.int64]]:
-    """Rows sorted by server, and which of them comes where."""
+    """Sort rows by server. Returns the spread, and the order of the rows in it."""
     order = np.argsort(owners, kind="stable")
     starts = np.searchsorted(owners[order], np.arange(servers + 1))
     return RowSpread(places[order].astype(np.uint32), starts.astype(np.int64)), order

@@ -1,10 +1,10 @@
-"""Ends a worker by force at a named point of a push, so that tests can go through all of them.
+"""Fault injection: kill or suspend a worker at a named point of a push.
 
 A fault is written ``ACTION@POINT:SEQUENCE`` or ``ACTION@POINT:SEQUENCE:COUNT``. Actions: "kill" (SIGKILL),
-"stop" (SIGSTOP: whoever tests it lets it go on). Points: "pulled" (the rows of a batch are here),
-"computed" (its gradients are, and nothing was sent), "push" and "commit" (so many of these messages are
-out), "pushed" (all servers have applied it). ``SEQUENCE`` is the number of the worker's push, from 1; "*" is
-the next one after the process got SIGUSR1.
+"stop" (SIGSTOP; the test resumes it). Points: "pulled" (the rows of a batch have arrived), "computed" (its
+gradients are computed, and nothing was sent), "push" and "commit" (COUNT of these messages are sent),
+"pushed" (all servers have applied it). ``SEQUENCE`` is the number of the worker's push, from 1; "*" is the
+next one after the process received SIGUSR1.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _ANY = -1
 
 @dataclass(frozen=True, slots=True)
 class PushFault:
-    """What happens, where."""
+    """A fault: an action at a point."""
 
     action: str
     point: str
     sequence: int
-    """-1: any, once the process got SIGUSR1."""
+    """-1: any, once the process received SIGUSR1."""
     count: int = 0
 
     @classmethod
     def parse(cls, text: str) -> PushFault:
-        """Read one; ConfigError if it is none."""
+        """Parse a fault. Raises ConfigError if it is malformed."""
         action, _, place = text.partition("@")
         point, *numbers = place.split(":")
         if action not in _ACTIONS or point not in POINTS or not 1 <= len(numbers) <= 2:
@@ -50,12 +50,12 @@ class PushFault:
             )
         sequence, *count = numbers
         if not all(number.isdecimal() for number in count) or not (sequence == "*" or sequence.isdecimal()):
-            raise ConfigError(f"fault {text!r}: {place.partition(':')[2]!r} is not made of numbers")
+            raise ConfigError(f"fault {text!r}: {place.partition(':')[2]!r} must consist of numbers")
         return cls(action, point, _ANY if sequence == "*" else int(sequence), *map(int, count))
 
 
 class Faults:
-    """The faults of one process; without any it costs nothing."""
+    """The faults of one process; without any, checks cost nothing."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._faults = [PushFault.parse(text) for text in texts]
@@ -71,23 +71,23 @@ class Faults:
         self._armed = True
 
     def reach(self, point: str, sequence: int, count: int = 0) -> None:
-        """A point has been reached; this may not return."""
+        """Trigger the fault of this point, if there is one; this may not return."""
         for fault in self._faults:
             due = self._armed if fault.sequence == _ANY else fault.sequence == sequence
             if due and (fault.point, fault.count) == (point, count):
-                time.sleep(_ON_ITS_WAY_SECONDS)  # what was sent leaves the process from another thread
+                time.sleep(_ON_ITS_WAY_SECONDS)  # another thread sends the messages out
                 self._faults.remove(fault)
                 os.kill(os.getpid(), _ACTIONS[fault.action])
 
     def before(self, message: Message) -> None:
-        """A message is about to be sent."""
+        """Note that a message is about to be sent."""
         kind = _kind(message)
         if kind:
             sequence = message.sequence  # type: ignore[union-attr]
             self.reach(kind, sequence, self._sent[kind, sequence])
 
     def after(self, message: Message) -> None:
-        """A message has been handed to the transport."""
+        """Note that a message has been handed to the transport."""
         kind = _kind(message)
         if kind:
             sequence = message.sequence  # type: ignore[union-attr]
@@ -96,10 +96,10 @@ class Faults:
 
 
 class Acknowledged:
-    """Writes down which pushes all servers keep, so that somebody else can see to it that they do.
+    """Records which pushes all servers have kept, so that a checker can verify them.
 
-    One line for each time a worker learns of it, "SEQUENCE EPOCH INDEX": that push, whose batch this is, and
-    all before it. Without a folder nothing is written.
+    Each time the worker learns of kept pushes, it writes one line, "SEQUENCE EPOCH INDEX": the newest one and
+    its batch; all earlier ones are kept, too. Without a folder nothing is written.
     """
 
     def __init__(self, folder: str, worker: int) -> None:
@@ -110,14 +110,14 @@ class Acknowledged:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def note(self, sequence: int, batch: Position) -> None:
-        """The last push that all servers keep."""
+        """Record the last push that all servers have kept."""
         if self._file >= 0 and sequence != self._sequence:
             self._sequence = sequence
             os.write(self._file, b"%d %d %d\n" % (sequence, batch.epoch, batch.index))
 
 
 def acknowledged_path(folder: Path, worker: int) -> Path:
-    """Where ``Acknowledged`` writes."""
+    """The file that ``Acknowledged`` writes."""
     return folder / f"acknowledged-{worker}"
 
 

@@ -1,7 +1,7 @@
-"""A worker's steps as a machine: rows are pulled while others are computed with, pushes count once.
+"""The state machine of a worker: pull rows while computing with others, and make each push count once.
 
-Who computes is not its concern: ``feed`` gives it batches, ``take`` hands out one whose rows are here,
-``finish`` brings its gradients back. No clock, no socket, no torch.
+The computation is elsewhere: ``feed`` passes in batches, ``take`` returns one whose rows have arrived,
+``finish`` passes in its gradients. No clock, no socket, no torch.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ State = Literal["ready", "working", "held", "done", "failed"]
 
 @dataclass
 class Item:
-    """One batch on its way through a worker."""
+    """One batch in progress."""
 
     position: Position
     spreads: Sequence[RowSpread]
-    """Which rows it needs, for each group."""
+    """The rows it needs, for each group."""
     payload: Any = None
-    """The batch itself."""
+    """The batch itself, for the caller."""
     samples: int = 0
     sequence: int = 0
     pull: PullCall | None = None
-    """Rows of the tables, and the network's if they may be as old."""
+    """The pull of the tables' rows, and of the network's if those may be as old."""
     network: PullCall | None = None
-    """The network's rows, if they may not."""
+    """The pull of the network's rows, if those must be newer."""
     gradients: Sequence[Floats] = field(default_factory=tuple)
 
     @property
@@ -57,12 +57,12 @@ class Item:
 
 
 class Worker:
-    """The machine of one worker.
+    """The state machine of one worker.
 
     Args:
-        me: which one.
-        plan: the job's.
-        first_values: of a group that servers know nothing of, as ``Calls`` takes it.
+        me: the worker's slot and incarnation.
+        plan: the job's plan.
+        first_values: returns a group's initial values; see ``Calls``.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Worker:
         self.outbox = self.calls.outbox
         self.view = View(ViewNumber(), "starting")
         self._entry: WorkerInView | None = None
-        """What the view says of this worker."""
+        """This worker's entry in the view."""
         self.started: WorkerInView | None = None
-        """Where it goes on from, once it may."""
+        """The entry that it resumes from, once it has started."""
         self.applied = 0
         """The last push that all servers have applied."""
         self.tested: Evaluation | None = None
@@ -91,31 +91,31 @@ class Worker:
         self._computed: Item | None = None
         self._push: PushCall | None = None
         self._network: tuple[int, Floats | None] = (0, None)
-        """The network's rows after a push that is certain."""
+        """The network's rows after a push that is certain, and that push."""
         self._last_sequence = 0
         self._next_beat = 0.0
         self._told: State = "ready"
 
     @property
     def sequence(self) -> int:
-        """The last push that all servers keep."""
+        """The last push that all servers have kept."""
         return self.calls.kept_sequence
 
     @property
     def batch(self) -> Position:
-        """Its batch."""
+        """The batch of the last push that all servers have kept."""
         return self.calls.kept_batch
 
     @property
     def over(self) -> bool:
-        """Whether it is to end: the job does, or another has taken its place."""
+        """Whether to end this worker: the job ends, or a newer incarnation has replaced it."""
         mine = self._mine()
         replaced = mine is not None and mine.incarnation > self.me.incarnation
         return replaced or self.calls.stale or self.view.phase == "stopping"
 
     @property
     def state(self) -> State:
-        """Where it stands."""
+        """The state to report to the supervisor."""
         if self.error:
             return "failed"
         if self.started is None:
@@ -129,24 +129,24 @@ class Worker:
 
     @property
     def test_due(self) -> int:
-        """The number of a test that it is to run; 0 if there is none."""
+        """The number of a test that it should run; 0 if there is none."""
         mine = self._mine()
         if mine is None or self.started is None or mine.test <= (self.tested.number if self.tested else 0):
             return 0
         return mine.test
 
     def wants_batch(self) -> bool:
-        """Whether ``feed`` should be called: rows are to be pulled as far ahead as staleness allows."""
+        """Whether to call ``feed``: rows are pulled as far ahead as staleness allows."""
         if self.started is None or self._ended or len(self._fed) > self.plan.staleness:
             return False
         return self.view.phase != "ending" or (not self._fed and self._owes())
 
     def _owes(self) -> bool:
-        """Whether a predecessor left a batch that only some servers have: it comes before all else."""
+        """Whether a predecessor left a batch that only some servers have: it must be completed first."""
         return self.started is not None and self.applied < max(self.started.settle, self.started.owes)
 
     def feed(self, item: Item | None, now: float) -> None:
-        """Take the next batch; None when there is none."""
+        """Pass in the next batch; None: there are no more."""
         if item is None:
             self._ended = True
         else:
@@ -156,7 +156,7 @@ class Worker:
         self._go_on(now)
 
     def take(self) -> Item | None:
-        """A batch to compute with, its rows all here; None if there is nothing to do yet."""
+        """Take a batch whose rows have all arrived; None if there is nothing to compute yet."""
         blocked = self._computing is not None or self._computed is not None
         blocked = blocked or self.calls.unkept >= self.plan.lanes.window
         if blocked or not self._fed or not (self.view.phase == "running" or self._owes()):
@@ -168,7 +168,7 @@ class Worker:
         return self._computing
 
     def finish(self, gradients: Sequence[Floats], now: float) -> None:
-        """The gradients of the batch that ``take`` gave, for each group in the order of its spreads."""
+        """Pass in the gradients of the batch from ``take``, for each group in the order of its spreads."""
         item = self._computing
         assert item is not None
         item.gradients = gradients
@@ -176,7 +176,7 @@ class Worker:
         self._go_on(now)
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Take one message."""
+        """Process one message."""
         message = envelope.message
         if not self.admission.admits(envelope):
             return
@@ -196,13 +196,13 @@ class Worker:
         self._go_on(now)
 
     def tick(self, now: float) -> None:
-        """Ask again where an answer is overdue, and give a sign of life when it is time."""
+        """Retry overdue requests, and send a beat when it is time."""
         self.calls.tick(now)
         if now >= self._next_beat:
             self.beat(now)
 
     def beat(self, now: float) -> None:
-        """Tell the supervisor where this worker stands."""
+        """Report this worker's state to the supervisor."""
         self._next_beat = now + self.plan.timing.beat_seconds
         self._told = self.state
         waiting = self.calls.waiting_since()
@@ -221,11 +221,11 @@ class Worker:
         self.outbox.append(Envelope(self.me, Peer("supervisor"), message))
 
     def _pull(self, item: Item, now: float) -> None:
-        """Ask for what a batch needs, as soon as it may be asked for.
+        """Pull the rows of a batch as soon as staleness allows.
 
-        A row of a table may lack so many of this worker's own batches. The network may lack none: every batch
-        moves all of it, and steps that do not see each other overshoot, at the start most of all. Nobody
-        waits for the answers to a commit: servers take it before they answer what is asked behind it.
+        Rows of tables may lack ``staleness`` of this worker's own updates. The network may lack none: every
+        batch changes all of it, and steps that do not see each other overshoot, most of all at the start.
+        There is no need to wait for answers to a commit: servers process it before later requests.
         """
         after = item.sequence - 1 - self.plan.staleness
         if item.pull is None and after <= self.calls.certain:
@@ -238,7 +238,7 @@ class Worker:
             *tables, network = item.spreads
             sequence, rows = self._network
             if rows is not None and sequence == item.sequence - 1 and len(rows) == len(network.places):
-                item.network = PullCall(rows=[rows])  # the answers to the last push have brought it
+                item.network = PullCall(rows=[rows])  # returned by the last push
             elif self.applied == item.sequence - 1:
                 nothing = empty_spread(self.plan.servers)
                 item.network = self.calls.pull([*([nothing] * len(tables)), network], now)
@@ -261,7 +261,7 @@ class Worker:
             self.applied = self._last_sequence = mine.sequence
 
     def _go_on(self, now: float) -> None:
-        """Do whatever has become possible."""
+        """Do everything that has become possible."""
         push = self._push
         if push is not None and push.certain and push.returned is not None and not push.lacking:
             self._network = push.sequence, push.returned

@@ -1,11 +1,11 @@
 """A worker's model: the user's network, run on rows that servers hold.
 
-``plan_groups`` says how the tables and the network's parameters become groups of rows; every node of a job
-knows the result. A worker then goes round: ``look_up`` a batch, pull the rows, ``load_network``,
-``train``, push what it returns.
+``plan_groups`` maps the tables and the network's parameters to groups of rows; every node of a job knows the
+result. A worker then loops: ``look_up`` a batch, pull the rows, ``load_network``, ``train``, push the
+gradients.
 
-The network's parameters are views of one flat vector, and their gradients of another: loading what was
-pulled is one copy, and what is pushed needs none.
+The network's parameters are views of one flat vector, and their gradients of another: loading pulled values
+is one copy, and pushing needs none.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 Floats = NDArray[np.float32]
 
 NETWORK_ROW_WORDS = 256
-"""Parameters in a row of the network's group: 1 KB, so that rows spread evenly and headers cost little."""
+"""Parameters per row of the network's group: 1 KB, so that rows spread evenly and headers cost little."""
 
 
 class Step(NamedTuple):
-    """What a batch gave. All arrays are the caller's to keep; of a batch without samples they are empty."""
+    """The result of a batch. The caller owns all arrays; for a batch without samples they are empty."""
 
     loss: float
     gradients: list[Floats]
@@ -54,9 +54,9 @@ def plan_groups(
     table_optimizer: OptimizerPlan,
     network_optimizer: OptimizerPlan,
 ) -> tuple[GroupPlan, ...]:
-    """The tables' groups, then the network's.
+    """Plan the tables' groups, then the network's.
 
-    Row-wise Adagrad is for rows that mean something; the network gets plain Adagrad in its place, as in the
+    Row-wise Adagrad makes sense only for embedding rows; the network uses plain Adagrad instead, as in the
     single-process trainer.
     """
     groups = [
@@ -84,7 +84,7 @@ def plan_groups(
 
 
 def network_parts(network: nn.Module) -> tuple[NetworkPart, ...]:
-    """Where each trained parameter lies in the flat vector."""
+    """The position of each trained parameter in the flat vector."""
     parts = []
     first = 0
     for name, parameter in _trained(network):
@@ -94,19 +94,19 @@ def network_parts(network: nn.Module) -> tuple[NetworkPart, ...]:
 
 
 def _network_rows(words: int) -> int:
-    # A network without parameters keeps a row of zeros, so that no node ever meets an empty group.
+    # A network without parameters has a row of zeros, so that no node has to handle an empty group.
     return max(1, -(-words // NETWORK_ROW_WORDS))
 
 
 def _trained(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that training changes, each once; others and buffers stay as the network made them."""
+    """The parameters that training changes, each once; others and buffers keep their initial values."""
     trained = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     for name, parameter in trained:
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise ConfigError(
                 f"parameter {name} of {type(network).__name__} is {parameter.dtype} on {parameter.device}:"
                 " expected torch.float32 on the CPU; convert it, or set its requires_grad to False"
-                " to leave it as it is"
+                " to exclude it from training"
             )
     return trained
 
@@ -114,13 +114,13 @@ def _trained(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
 class WorkerModel:
     """A network whose tables and parameters are rows at servers.
 
-    The network is taken over: its parameters become views of one vector. It must be used through this
+    This object takes over the network: its parameters become views of one vector. Use it only through this
     object from then on.
 
     Args:
-        network: takes dense features and one looked-up embedding for each table, gives logits.
-        table_rows: rows of each table.
-        table_dims: widths of each table.
+        network: takes dense features and one looked-up embedding for each table, and returns logits.
+        table_rows: number of rows of each table.
+        table_dims: width of each table.
     """
 
     def __init__(self, network: nn.Module, table_rows: Sequence[int], table_dims: Sequence[int]) -> None:
@@ -149,11 +149,11 @@ class WorkerModel:
         ]
 
     def initial_network(self) -> Floats:
-        """The parameters as they are now, [rows, 256]: to be installed before any have been loaded."""
+        """The current parameters, [rows, 256]; call it before ``load_network``."""
         return self._rows(self._flat).copy()
 
     def load_network(self, values: Floats) -> None:
-        """Set all parameters to what was pulled, [rows, 256]."""
+        """Set all parameters to pulled values, [rows, 256]."""
         np.copyto(self._rows(self._flat), values)
 
     @staticmethod
@@ -162,7 +162,7 @@ class WorkerModel:
         return rows
 
     def look_up(self, batch: Batch, placers: Sequence[Placer]) -> list[Placed]:
-        """Which rows the batch needs of each group of tables, found by the groups' placers."""
+        """The rows that the batch needs from each group of tables, found by the groups' placers."""
         return [
             placer.place(
                 [batch.ids[t] for t in tables],
@@ -172,18 +172,18 @@ class WorkerModel:
         ]
 
     def train(self, batch: Batch, placed: Sequence[Placed], pulled: Sequence[Floats]) -> Step:
-        """The loss of a batch and its gradients; nothing is changed.
+        """Compute the loss of a batch and its gradients; no parameter changes.
 
         Args:
             batch: the samples.
-            placed: for each group of tables, how the batch was looked up.
-            pulled: for each, the rows [U, dim] that the lookup names, in its order.
+            placed: for each group of tables, the result of the lookup.
+            pulled: for each group, the rows [U, dim] of the lookup, in its order.
         """
         if len(batch) == 0:
             empty = [np.empty((0, dim), np.float32) for dim in self._dims]
             return Step(0.0, empty, np.empty((0, NETWORK_ROW_WORDS), np.float32))
         self.network.train()
-        # A new one for each step: whoever sends the last one may have to send it again.
+        # A new tensor for each step: the last gradients may have to be sent again.
         gradient = torch.zeros_like(self._flat)
         views = self._views(gradient)
         for parameter, view in zip(self._parameters, views, strict=True):
@@ -194,7 +194,7 @@ class WorkerModel:
         loss = self._loss(self._forward(batch, leaves), _tensor(batch.labels))
         loss.backward()  # type: ignore[no-untyped-call]
         for parameter, view in zip(self._parameters, views, strict=True):
-            if parameter.grad is not view:  # the network itself has replaced it
+            if parameter.grad is not view:  # the network itself has replaced the tensor
                 view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
             parameter.grad = None
         gradients = [
@@ -206,7 +206,7 @@ class WorkerModel:
         return Step(loss.item(), gradients, self._rows(gradient))
 
     def predict(self, batch: Batch, placed: Sequence[Placed], pulled: Sequence[Floats]) -> Floats:
-        """Logits [samples], from the network in evaluation mode."""
+        """Compute logits [samples], with the network in evaluation mode."""
         if len(batch) == 0:
             return np.empty(0, np.float32)
         self.network.eval()
@@ -222,13 +222,13 @@ class WorkerModel:
         logits: Tensor = self.network(_tensor(batch.dense), embeddings)
         if logits.shape != (len(batch),):
             raise ConfigError(
-                f"{type(self.network).__name__} gave logits of shape {list(logits.shape)} for"
+                f"{type(self.network).__name__} returned logits of shape {list(logits.shape)} for"
                 f" {len(batch)} samples: expected [{len(batch)}]"
             )
         return logits
 
     def _gather(self, batch: Batch, placed: Sequence[Placed], pulled: Sequence[Floats]) -> list[Tensor]:
-        """For each group, what its tables give the samples: [tables, samples, dim]."""
+        """Gather the embeddings of the samples for each group: [tables, samples, dim]."""
         return [
             torch.from_numpy(at.gather(rows)).view(len(tables), len(batch), dim)
             for tables, dim, at, rows in zip(self.groups, self._dims, placed, pulled, strict=True)
@@ -236,5 +236,5 @@ class WorkerModel:
 
 
 def _tensor(array: NDArray[np.float32]) -> Tensor:
-    # A copy only where it must be one: readers may hand out arrays of a file that is mapped read-only.
+    # Copy only if necessary: readers may return read-only memory-mapped arrays.
     return torch.from_numpy(np.require(array, np.float32, ["C", "W"]))

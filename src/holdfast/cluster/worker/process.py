@@ -1,7 +1,7 @@
-"""A worker's process: it reads batches, computes with pulled rows, and pushes gradients.
+"""The process of a worker: it reads batches, computes with pulled rows, and pushes gradients.
 
-``WorkerProcess.run`` is the main path. One thread computes; another talks to servers and supervisor, so that
-answers are dealt with, rows of the next batch pulled and signs of life given while it does.
+``WorkerProcess.run`` is the main path. One thread computes; meanwhile another communicates with servers and
+supervisor: it processes answers, pulls rows of the next batch, and sends beats.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _SMOOTHING = 0.1
 
 
 def run(assignment: Assignment) -> None:
-    """Be a worker until the job ends or another takes this one's place."""
+    """Run a worker until the job ends or another process replaces it."""
     with open_transport(assignment, listens=False) as transport:
         WorkerProcess(assignment, transport).run()
 
 
 def prepare() -> None:
-    """Load the loops of a lookup."""
+    """Compile the loops of a lookup."""
     table = GroupPlan(
         name="few", dim=1, tables=(TablePlan("few", 3),), optimizer=OptimizerPlan(name="sgd", lr=0.0)
     )
@@ -59,7 +59,7 @@ def prepare() -> None:
 
 
 class _Talk(threading.Thread):
-    """Talks to the others. Whoever touches the machine holds ``lock``."""
+    """The communication thread. Hold ``lock`` to access the machine."""
 
     def __init__(
         self, machine: Worker, transport: ZmqTransport, faults: Faults, acknowledged: Acknowledged
@@ -74,7 +74,7 @@ class _Talk(threading.Thread):
         self._stopping = False
 
     def run(self) -> None:
-        """Until ``stop``; an error ends the process, for nobody would hear of it."""
+        """Run until ``stop``. An error ends the process, as it would otherwise go unnoticed."""
         try:
             self._run()
         except BaseException:
@@ -117,7 +117,7 @@ class _Talk(threading.Thread):
         self._acknowledged.note(self._machine.sequence, self._machine.batch)
 
     def _measured(self) -> Figures:
-        """The machine's figures with what the transport has counted."""
+        """The machine's figures plus the transport's counters."""
         counters = self._transport.counters
         return replace(
             self._machine.figures,
@@ -127,11 +127,11 @@ class _Talk(threading.Thread):
         )
 
     def wake(self) -> None:
-        """There is something to send."""
+        """Wake the thread: there is something to send."""
         self._transport.wake()
 
     def stop(self) -> None:
-        """End the thread, with everything sent."""
+        """Send all messages, and end the thread."""
         with self.lock:
             self._stopping = True
         self.wake()
@@ -139,7 +139,7 @@ class _Talk(threading.Thread):
 
 
 class WorkerProcess:
-    """One worker."""
+    """Runs one worker: its threads, readers and model."""
 
     def __init__(self, assignment: Assignment, transport: ZmqTransport) -> None:
         self._plan = plan = assignment.plan
@@ -168,7 +168,7 @@ class WorkerProcess:
         self._samples = self._steps = self._bad_test_lines = 0
 
     def run(self) -> None:
-        """Train until there is nothing left to do, then wait for the end."""
+        """Train until all batches are done, then wait for the end of the job."""
         self._talk.start()
         try:
             self._train()
@@ -204,7 +204,7 @@ class WorkerProcess:
                 self._step(item)
 
     def _batches(self, start: WorkerInView) -> Iterator[tuple[Position, Batch]]:
-        """This worker's part of the stream, behind the last batch that counts."""
+        """This worker's batches, after the last one that counts."""
         config, plan = self._config, self._plan
         resume = plan.resume
         done = resume.layouts if resume else ()
@@ -252,7 +252,7 @@ class WorkerProcess:
         self._cpu["push"] += time.thread_time() - computed
 
     def _finish(self, item: Item, gradients: list[Floats] | None) -> None:
-        """Hand gradients on; None: the batch has no samples, it counts and moves nothing."""
+        """Pass gradients on; None: the batch has no samples, so it counts and changes nothing."""
         if gradients is None:
             item.spreads = [empty_spread(self._plan.servers)] * len(self._plan.groups)
             gradients = [np.empty((0, group.dim), np.float32) for group in self._plan.groups]
@@ -262,7 +262,7 @@ class WorkerProcess:
         self._talk.wake()
 
     def _test(self, number: int) -> None:
-        """AUC and log loss over the whole test part, with rows as they are while others train."""
+        """Compute AUC and log loss over the whole test part, while other workers may change rows."""
         logits: list[Floats] = []
         labels: list[Floats] = []
         reader = self._test_reader.split(0, 1)
@@ -333,7 +333,7 @@ class WorkerProcess:
         )
 
     def _print_bad_lines(self) -> None:
-        """To the worker's log: the job's result only counts them."""
+        """Print them to the worker's log: the job's result only counts them."""
         if self._stream is not None and self._stream.bad_lines:
             print(f"{self._stream.bad_lines:,} bad lines were skipped, the first of them:")
             print(*self._stream.first_bad, sep="\n")

@@ -128,7 +128,7 @@ def test_how_processes_end(launcher: LocalLauncher, tmp_path: Path) -> None:
 
 def test_the_same_incarnation_only_once(launcher: LocalLauncher, tmp_path: Path) -> None:
     launcher.start(assignment(sleep=60.0))
-    with pytest.raises(ConfigError, match="server 2, incarnation 1, runs"):
+    with pytest.raises(ConfigError, match="server 2, incarnation 1, is running"):
         launcher.start(assignment())
     launcher.signal(SERVER, signal.SIGKILL)
     assert until(launcher.exited) == [(SERVER, -signal.SIGKILL)]
@@ -189,7 +189,7 @@ def test_the_end_of_input_ends_a_process(launcher: LocalLauncher, tmp_path: Path
     ("line", "says"),
     [
         (b"nonsense\n", "msgspec.DecodeError"),
-        (msgspec.json.encode(assignment(Peer("worker"))) + b"\n", "a server process was told to be worker 0"),
+        (msgspec.json.encode(assignment(Peer("worker"))) + b"\n", "a server process was assigned worker 0"),
     ],
 )
 def test_what_is_no_assignment(launcher: LocalLauncher, tmp_path: Path, line: bytes, says: str) -> None:

@@ -82,7 +82,9 @@ def test_where_others_could_replace_it_none_is_made(base: Path, monkeypatch: pyt
         assert folder.parent == Path("/tmp")
     monkeypatch.setattr("holdfast.cluster.runtime.transport.private._make_in", refuse)
     with (
-        pytest.raises(ConfigError, match=r"no folder for a job's sockets can be made: .*set TMPDIR \(.*full"),
+        pytest.raises(
+            ConfigError, match=r"cannot make a folder for the job's sockets: .*set TMPDIR \(.*full"
+        ),
         private_folder(),
     ):
         pass

@@ -86,7 +86,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
     (tmp_path / "f").chmod(mode)
     with pytest.raises(ConfigError, match=rf"mode {mode:04o}: expected a folder of user {os.geteuid()}"):
         ZmqTransport(SERVER, JOB, f"ipc://{tmp_path}/f/a")
-    with ZmqTransport(WORKER, JOB, None) as worker, pytest.raises(ConfigError, match="others could talk"):
+    with ZmqTransport(WORKER, JOB, None) as worker, pytest.raises(ConfigError, match="others could connect"):
         worker.connect("server", 3, f"ipc://{tmp_path}/f/a")
 
 

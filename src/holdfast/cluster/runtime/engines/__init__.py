@@ -1,1 +1,1 @@
-"""How the processes of a job come to be."""
+"""Engines, which start the processes of a job."""

@@ -1,4 +1,4 @@
-"""What an engine does: it starts the processes of a job where it sees fit, and says which have ended."""
+"""The interface of engines, which start the processes of a job and report which have ended."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from holdfast.cluster.runtime.node import Assignment
 
 
 class Engine(Protocol):
-    """Starts and watches processes."""
+    """Starts and monitors processes."""
 
     def warm(self, role: str) -> None:
-        """Have a process of this role ready before it is needed."""
+        """Start a spare process of this role before it is needed."""
 
     def start(self, assignment: Assignment) -> None:
-        """Start a process, or give a ready one its assignment."""
+        """Start a process, or assign a spare one."""
 
     def signal(self, peer: Peer, number: int) -> None:
-        """Send a signal to a process; one that has ended is left alone."""
+        """Send a signal to a process, unless it has ended."""
 
     def pids(self) -> dict[Peer, int]:
-        """The numbers of the processes that have an assignment."""
+        """The pids of the processes that have an assignment."""
 
     def exited(self) -> list[tuple[Peer, int]]:
-        """The processes that have ended since this was last asked, with exit code or negative signal."""
+        """The processes that have ended since the last call, with exit code or negative signal."""
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """End all processes and wait for them."""

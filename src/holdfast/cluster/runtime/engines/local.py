@@ -1,9 +1,9 @@
-"""The processes of a job on this machine.
+"""An engine that runs the processes of a job on this machine.
 
-They are copies of templates (``cluster.node``), one for each role, which are started with the first node of
-their role. None outlives whoever started it: each gets a pipe as standard input and ends when that ends, and
-the kernel kills it when its parent dies, even while it is stopped. Each is a session of its own, so that
-Ctrl-C at the terminal reaches only the parent, which then ends the others in order.
+Processes are forked from templates (``cluster.node``), one for each role, started with the first node of
+their role. None outlives the launcher: each gets a pipe as standard input and exits when it is closed, and
+the kernel kills it when its parent dies, even while it is suspended. Each is a session of its own, so that
+Ctrl-C at the terminal reaches only the launcher, which then ends the others in order.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from holdfast.cluster.runtime.node import Assignment
 from holdfast.errors import ConfigError
 
 NODE_COMMAND: Final = (sys.executable, "-P", "-m", "holdfast.cluster.runtime.node")
-"""-P: modules come from where this process takes them (PYTHONPATH), not first from the current folder."""
+"""-P: import modules from this process's paths (PYTHONPATH), not from the current folder first."""
 ONE_THREAD: Final[Mapping[str, str]] = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
 )
-"""Many processes share the processors: none is to start a thread for each of them."""
-_PIPE_BYTES: Final = 64 << 10  # what a pipe takes without a reader
+"""Many processes share the processors: none should start a thread per processor."""
+_PIPE_BYTES: Final = 64 << 10  # capacity of a pipe without a reader
 _TERM_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 0.01
 _FORK_SECONDS: Final = 120.0
-"""A template that has not forked by then hangs: compiling for the first time takes less."""
+"""Timeout for a fork, after which the template counts as hung: even the first compilation takes less."""
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
 
 
 class _Template:
-    """A process that forks nodes of a role, in the order in which they are asked for."""
+    """A process that forks nodes of a role, in the order of requests."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -64,15 +64,15 @@ class _Template:
             )
 
     def ask(self, node: _Node, stdin: int) -> None:
-        """Ask for a node, which reads from ``stdin``. Returns at once: see ``look``."""
+        """Request a node that reads from ``stdin``. Returns at once: see ``look``."""
         if not self._asked:
             self._since = time.monotonic()
         self._asked.append(node)
         with node.log.open("ab", buffering=0) as output, contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [b"+"], [stdin, output.fileno()])  # if it has ended: ``look``
+            socket.send_fds(self._socket, [b"+"], [stdin, output.fileno()])  # ``look`` reports if it ended
 
     def look(self, seconds: float = 0.0) -> None:
-        """See which nodes are there by now. Those that a template that has ended left out have ended so."""
+        """Read the pids of forked nodes. If the template has ended, pending nodes count as ended, too."""
         while self._asked and select.select([self._socket], [], [], seconds)[0]:
             with contextlib.suppress(ConnectionError):
                 if answer := self._socket.recv(32):
@@ -84,7 +84,7 @@ class _Template:
             self._popen.kill()
 
     def _leave_out(self) -> None:
-        """It has ended, and those who have been asked for do not come."""
+        """Mark pending nodes as ended, with the template's exit code."""
         code = max(0, self._popen.wait())
         for node in self._asked:
             node.returncode = code or 1
@@ -94,19 +94,19 @@ class _Template:
 
     @property
     def pid(self) -> int:
-        """Its own."""
+        """Pid of the template itself."""
         return self._popen.pid
 
     def ended(self) -> bool:
-        """Whether it can be asked no more."""
+        """Whether it has ended, so that it can fork no more."""
         return self._popen.poll() is not None
 
     def close(self) -> None:
-        """End it; its nodes stay, and ``look`` has told of all."""
+        """End the template; its nodes stay."""
         self._popen.kill()
         self._popen.wait()
         self.look(seconds=_TERM_SECONDS)
-        self._leave_out()  # one that is just being forked may hold the other end for longer
+        self._leave_out()  # a node being forked may hold the other end longer
         self._socket.close()
         _remove_empty(self.log)
 
@@ -117,28 +117,28 @@ class _Node:
     stdin: int
     log: Path
     pid: int | None = None
-    """None: the template has yet to fork it."""
+    """None: not forked yet."""
     returncode: int | None = None
     writer: threading.Thread | None = None
 
     def number(self) -> int | None:
-        """Its pid, waited for; None if it has never been there."""
+        """Wait for its pid; None if it was never forked."""
         while self.pid is None and self.returncode is None:
             self.template.look(seconds=_TERM_SECONDS)
         return self.pid
 
     def ended(self) -> bool:
-        """Whether it has ended; if so, what it started and left behind has, too."""
+        """Whether it has ended; if so, its process group has, too."""
         self.template.look()
         if self.returncode is None and self.pid is not None:
             try:
                 if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     return False
-                # Before it is reaped: until then no other process can have its number.
+                # Before it is reaped: until then no other process can get its pid.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signals.SIGKILL)
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            except ChildProcessError:  # somebody else in this process waits for all children there are
+            except ChildProcessError:  # other code in this process waits for all children
                 self.returncode = 1
         if self.returncode is not None:
             self.close_stdin()
@@ -147,11 +147,11 @@ class _Node:
     def signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         pid = self.number()
-        if pid is not None and self.returncode is None:  # not reaped yet, so that the number is its own
+        if pid is not None and self.returncode is None:  # not reaped yet, so the pid is its own
             os.kill(pid, number)
 
     def tell(self, line: bytes) -> None:
-        """Hand over its assignment without waiting for it; if it has died, that shows when it is reaped."""
+        """Write its assignment without blocking; if it has died, reaping it shows that."""
         if len(line) <= _PIPE_BYTES:
             self._write(line)
         else:
@@ -165,7 +165,7 @@ class _Node:
 
     def close_stdin(self) -> None:
         if self.writer is not None and self.returncode is None and self.writer.is_alive():
-            return  # it does not read: it takes a signal to end it
+            return  # it does not read: only a signal can end it
         if self.writer is not None:
             self.writer.join()
         if self.stdin >= 0:
@@ -174,18 +174,18 @@ class _Node:
 
 
 class LocalLauncher:
-    """Starts, watches and ends processes. Calls must not overlap; they may come from any thread.
+    """Starts, monitors and ends processes. Calls must not overlap; they may come from any thread.
 
-    What a process prints goes to ``folder/logs/ROLE-SLOT-INCARNATION.log`` (until it has an assignment, to
-    ``ROLE-warm-N.log``), what is printed as modules are loaded, to ``ROLE-template.log``.
+    The output of a process goes to ``folder/logs/ROLE-SLOT-INCARNATION.log`` (until it has an assignment, to
+    ``ROLE-warm-N.log``), the output of imports to ``ROLE-template.log``.
 
-    While one is open, the kernel gives this process the orphans among its descendants, which is how nodes
-    that a template forks become its children.
+    While a launcher is open, this process is a subreaper: the kernel makes it the parent of orphaned
+    descendants. That is how nodes that a template forks become its children.
 
     Args:
-        folder: the run's.
-        command: what runs a template; role and parent are appended.
-        environment: set for the processes, on top of this one's.
+        folder: the run's folder.
+        command: the command of a template; role and parent are appended.
+        environment: variables for the processes, in addition to this one's.
     """
 
     def __init__(
@@ -201,23 +201,23 @@ class LocalLauncher:
         self._warm: dict[str, list[_Node]] = {}
         self._running: dict[Peer, _Node] = {}
         self._spawned = 0
-        # The kernel takes the end of the thread that started a process for the end of its parent: this
-        # one lives until ``close``.
+        # With PR_SET_PDEATHSIG, "parent" is the thread that started a process, not its process: this thread
+        # lives until ``close``.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="launcher")
 
     def warm(self, role: str) -> None:
-        """Start a process that has what this role needs and waits for the next ``start``."""
+        """Start a process that does the imports of this role and waits for the next ``start``."""
         self._warm.setdefault(role, []).append(self._spawn(role))
 
     def start(self, assignment: Assignment) -> None:
-        """Give a warm process its assignment, the one that has waited for longest; without one, start one.
+        """Assign the spare process that has waited longest, or start a new one.
 
-        Returns at once: that it came up shows when it speaks, that it did not, in ``exited``.
+        Returns at once: a process that came up sends messages, one that did not is in ``exited``.
         """
         peer = assignment.me
         if peer in self._running:
             raise ConfigError(
-                f"{peer}, incarnation {peer.incarnation}, runs: start it as the next incarnation"
+                f"{peer}, incarnation {peer.incarnation}, is running: start it as the next incarnation"
             )
         process = self._take_warm(peer.role) or self._spawn(peer.role)
         self._running[peer] = process
@@ -225,37 +225,37 @@ class LocalLauncher:
         process.tell(msgspec.json.encode(assignment) + b"\n")
 
     def exited(self) -> list[tuple[Peer, int]]:
-        """Who has ended since this was last asked, with the exit code, or minus the signal."""
+        """The processes that have ended since the last call, with the exit code or negative signal."""
         ended = [(peer, process) for peer, process in self._running.items() if process.ended()]
         for peer, _ in ended:
             del self._running[peer]
         return [(peer, process.returncode or 0) for peer, process in ended]
 
     def signal(self, peer: Peer, number: int) -> None:
-        """Send a signal; one that has ended is left alone."""
+        """Send a signal to a process, unless it has ended."""
         process = self._running.get(peer)
         if process is not None:
             process.signal(number)
 
     def pids(self) -> dict[Peer, int]:
-        """Of those that have an assignment and were not reported by ``exited``."""
+        """The pids of processes that have an assignment and were not reported by ``exited``."""
         found = {peer: process.number() for peer, process in self._running.items()}
         return {peer: pid for peer, pid in found.items() if pid is not None}
 
     def warm_pids(self, role: str) -> list[int]:
-        """Of those that wait for an assignment, in the order in which they get one."""
+        """The pids of spare processes, in the order in which they will be assigned."""
         found = [process.number() for process in self._warm.get(role, [])]
         return [pid for pid in found if pid is not None]
 
     def template_pid(self, role: str) -> int:
-        """Of the process that forks those of a role that has been started."""
+        """The pid of a role's template, which must have been started."""
         return self._templates[role].pid
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """End all processes: by the end of their input, then by SIGTERM, then by force. None is left.
+        """End all processes: close their input, then send SIGTERM, then SIGKILL. None is left.
 
-        Those that wait for an assignment have nothing to finish: they are killed. Closing twice does no harm.
-        Processes that ended by this are not reported.
+        Spare processes have nothing to finish: they are killed. Closing twice does no harm.
+        Processes ended by this call are not reported by ``exited``.
         """
         for template in self._templates.values():
             template.close()
@@ -308,7 +308,7 @@ class LocalLauncher:
         return node
 
     def _template(self, role: str) -> _Template:
-        """The role's; another if it has ended, whyever."""
+        """The role's template; a new one if it has ended, for whatever reason."""
         template = self._templates.get(role)
         if template is not None and not template.ended():
             return template
@@ -329,7 +329,7 @@ _adopters = 0
 
 
 def _adopt(change: int) -> None:
-    """Count launchers that are open: while there are any, this process gets orphaned descendants."""
+    """Count open launchers: while there are any, this process is a subreaper."""
     global _adopters  # noqa: PLW0603 (the kernel has one such flag for the process)
     with _adopting:
         _adopters += change
@@ -338,7 +338,7 @@ def _adopt(change: int) -> None:
 
 
 def _rename(log: Path, name: str) -> Path:
-    """Give a log its name; the process goes on writing to it. An earlier run's is kept."""
+    """Rename a log while its process writes to it. The log of an earlier run is kept."""
     target, number = log.with_name(f"{name}.log"), 1
     while target.exists():
         number += 1
@@ -353,7 +353,7 @@ def _remove_empty(log: Path) -> None:
 
 
 def _wait(processes: Sequence[_Node], seconds: float) -> list[_Node]:
-    """Those that have not ended after so long."""
+    """Wait for processes. Returns those that have not ended in time."""
     deadline = time.monotonic() + seconds
     left = [process for process in processes if not process.ended()]
     while left and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Which addresses a node may use: sockets in a private folder, or TCP with keys."""
+"""Addresses that a node may use: sockets in a private folder, or TCP with keys."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ _EXAMPLES = f'"{LOCAL}", or an address like tcp://127.0.0.1'
 
 
 def check_shared(bind: str) -> None:
-    """Raises ConfigError unless all processes of a job can listen there, each in its own place."""
+    """Raise ConfigError unless all processes of a job can listen there, each at its own address."""
     if bind != LOCAL and not listen_address(bind, encrypted=True).endswith(":*"):
         raise ConfigError(
-            f"{bind!r} is an address for one process, but all of a job's listen on it: expected one without "
-            f"a port: {_EXAMPLES}; each takes a port that is free"
+            f"{bind!r} is an address for one process, but all processes of a job use it: expected one "
+            f"without a port: {_EXAMPLES}; each process takes a free port"
         )
 
 
 def address_of(bind: str, peer: Peer) -> str:
-    """Where a node listens if all listen on ``bind``: a socket of its own in that folder, or any port."""
+    """The address of a node under ``bind``: its own socket in that folder, or any port."""
     return f"{bind}/{peer.role}-{peer.slot}-{peer.incarnation}" if bind.startswith("ipc://") else bind
 
 
 def listen_address(bind: str, *, encrypted: bool) -> str:
-    """The address to bind, with "*" for a port that is not given; raises ConfigError if it is not safe."""
+    """The address to bind, with "*" for an unspecified port. Raises ConfigError if it is not safe."""
     host, port = _parts(bind, encrypted)
     if not host:
         return bind
-    address = "127.0.0.1" if host == "localhost" else host  # ZeroMQ binds to no names
+    address = "127.0.0.1" if host == "localhost" else host  # ZeroMQ does not bind to names
     if _is_wildcard(address):
         raise ConfigError(
-            f"{bind!r} is no address that others can connect to; name the address of one interface"
+            f"{bind!r} is not an address that others can connect to; use the address of one interface"
         )
     return f"tcp://[{address}]:{port or '*'}" if ":" in address else f"tcp://{address}:{port or '*'}"
 
 
 def check_reachable(endpoint: str, *, encrypted: bool) -> None:
-    """Raises ConfigError if no node of this job can be there."""
+    """Raise ConfigError if no node of this job can be there."""
     host, port = _parts(endpoint, encrypted)
     if host and not _is_port(port):
         raise ConfigError(f"{endpoint!r} has no port: expected an address such as tcp://127.0.0.1:4000")
@@ -65,11 +65,11 @@ def _parts(address: str, encrypted: bool) -> tuple[str, str]:
     else:
         host, _, port = rest.partition(":")
     if scheme != "tcp" or not host or not (port in ("", "*") or _is_port(port)):
-        raise ConfigError(f"{address!r} is no address: expected {_EXAMPLES}")
+        raise ConfigError(f"{address!r} is not a valid address: expected {_EXAMPLES}")
     if not encrypted:
         raise ConfigError(
-            f"{address!r} is open to everybody who can reach it, other users of this machine too: expected "
-            "keys (see holdfast.cluster.runtime.keys), or a socket in a private folder"
+            f"{address!r} is open to everybody who can reach it, including other users of this machine: "
+            "expected keys (see holdfast.cluster.runtime.keys), or a socket in a private folder"
         )
     return host, port
 

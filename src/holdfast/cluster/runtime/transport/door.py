@@ -1,12 +1,12 @@
-"""Who gets in where a node listens on TCP, and how much memory those can take who have not got in yet.
+"""Authentication where a node listens on TCP, and limits on memory for peers that are not authenticated yet.
 
-ZeroMQ asks whether a key may connect (its RFC 27, ZAP), and says which connections it has taken. Both are
-looked after by a thread of their own: the node's own may compute for seconds, and nobody gets in meanwhile.
+ZeroMQ asks whether a key may connect (its RFC 27, ZAP), and reports the connections it has accepted. A
+separate thread handles both: the node's own may compute for seconds, in which nobody could connect.
 
-Before a peer has proved who it is, ZeroMQ keeps one unfinished frame of it at most, of a size that
-``ZmqTransport`` makes small, for as long as a handshake may take. What is left to bound is their number:
-above ``MOST_UNPROVEN`` the oldest connection over which no member has spoken is closed. If it is a member's,
-it is made again by itself.
+Before a peer is authenticated, ZeroMQ keeps at most one unfinished frame of it, of a size that
+``ZmqTransport`` makes small, until the handshake times out. That leaves their number to limit: above
+``MOST_UNPROVEN``, the oldest connection without a message from a member is closed. If it is a member's,
+ZeroMQ reconnects.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from holdfast.cluster.protocol.envelope import Counters
 
 MOST_UNPROVEN: Final = 256
-"""Connections over which no message of a member has come."""
+"""Maximum number of connections without a message from a member."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _MONITOR_ENDPOINT: Final = "inproc://holdfast.monitor"
 _NOW: Final = int(zmq.DONTWAIT)
 _EVENTS_AT_ONCE: Final = 1024
-"""A flood of them must not keep members from being answered."""
+"""A flood of events must not delay answers to members."""
 _EVENT: Final = struct.Struct("=HI")
 _ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 _DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
@@ -47,13 +47,13 @@ _WATCHED: Final = (
 
 
 class Door(threading.Thread):
-    """Guards a ROUTER that is about to be bound; whoever made it closes it before the context.
+    """Guards a ROUTER that is about to be bound; its creator closes it before the context.
 
     Args:
-        context: the ROUTER's own: ZeroMQ asks one authenticator in each.
-        router: it gets the options that keep strangers out.
-        keys: of this node, and of those that it lets in.
-        counters: of its transport.
+        context: the ROUTER's own: ZeroMQ has one authenticator per context.
+        router: gets the options that keep strangers out.
+        keys: keys of this node, and of the nodes that may connect.
+        counters: those of its transport.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Door(threading.Thread):
         super().__init__(name="door", daemon=True)
         self._keys, self._counters = keys, counters
         self._unproven: dict[int, None] = {}
-        """By their files, the oldest first."""
+        """By file descriptor, oldest first."""
         self._ending = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._gate = context.socket(zmq.REP)
         self._gate.linger = 0
@@ -75,22 +75,22 @@ class Door(threading.Thread):
         router.curve_publickey = keys.public.encode()
         router.curve_secretkey = keys.secret.encode()
         router.zap_domain = b"holdfast"
-        router.zap_enforce_domain = True  # nobody gets in while there is no gate
+        router.zap_enforce_domain = True  # nobody can connect while there is no authenticator
         router.monitor(_MONITOR_ENDPOINT, _WATCHED)
         self._router = router
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.linger = 0
-        self._monitor.rcvhwm = 0  # ZeroMQ's own thread would wait for room
+        self._monitor.rcvhwm = 0  # otherwise ZeroMQ's own thread would block on a full queue
         self._monitor.connect(_MONITOR_ENDPOINT)
         self._port = 0
 
     def open(self, endpoint: str) -> None:
-        """Begin, once the ROUTER is bound there."""
+        """Start, once the ROUTER is bound there."""
         self._port = int(endpoint.rpartition(":")[2]) if endpoint.startswith("tcp://") else 0
         self.start()
 
     def proven(self, file: int) -> None:
-        """A member's message has come over this connection."""
+        """Note that a member's message has arrived on this connection."""
         if self._unproven:
             self._unproven.pop(file, None)
 
@@ -105,7 +105,7 @@ class Door(threading.Thread):
         os.close(self._ending)
 
     def run(self) -> None:
-        """Until ``close``."""
+        """Run until ``close``."""
         poller = zmq.Poller()
         for ready in (self._gate, self._monitor, self._ending):
             poller.register(ready, zmq.POLLIN)
@@ -119,7 +119,7 @@ class Door(threading.Thread):
                 self._look()
 
     def _answer(self) -> None:
-        """Say whether a key may connect, and whose it is; ZeroMQ asks once a connection."""
+        """Answer whether a key may connect, and whose it is; ZeroMQ asks once per connection."""
         request = self._gate.recv_multipart()
         version, number, mechanism = request[0], request[1], request[5]
         name = None
@@ -131,7 +131,7 @@ class Door(threading.Thread):
         self._gate.send_multipart([version, number, *verdict, b""])
 
     def _look(self) -> None:
-        """Note who has come and gone."""
+        """Process events: connections accepted and closed."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_EVENTS_AT_ONCE):
                 event, value = _EVENT.unpack_from(self._monitor.recv_multipart(_NOW)[0])
@@ -147,10 +147,10 @@ class Door(threading.Thread):
 
     def _shed(self) -> None:
         """Close the connection that has been unproven for longest."""
-        with contextlib.suppress(StopIteration, KeyError, RuntimeError, OSError):  # ``proven`` takes some out
+        with contextlib.suppress(StopIteration, KeyError, RuntimeError, OSError):  # ``proven`` removes some
             file = next(iter(self._unproven))
             del self._unproven[file]
-            # It may have been closed by now, and another file may have its number.
+            # It may be closed by now, and another file may have its descriptor.
             if not stat.S_ISSOCK(os.fstat(file).st_mode):
                 return
             with socket.socket(fileno=os.dup(file)) as connection:

@@ -1,8 +1,8 @@
-"""Links between real processes that are broken or slow, so that what they do then can be seen.
+"""Fault injection: break or slow down links between real processes.
 
-Whoever breaks links (``holdfast chaos``) writes to a small file, a table of who hears whom, and every process
-of the job has it mapped into its memory: a break counts from the next message on. Its path comes with an
-assignment and nowhere else; a job that nobody asked to break has no such file, and pays nothing.
+The injector (``holdfast chaos``) writes to a small file, a table of who hears whom, which every process
+of the job maps into its memory: a break takes effect with the next message. Its path is part of the
+assignment; a job without chaos has no such file, and no overhead.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import Peer
 
 MOST_SLOTS: Final = 64
-"""Of a role."""
+"""Maximum number of slots per role."""
 _FIRST: Final = {"supervisor": 0, "launcher": 1, "server": 2, "worker": 2 + MOST_SLOTS}
 _NODES: Final = 2 + 2 * MOST_SLOTS
 _CUT_UNTIL, _SLOW_UNTIL, _DELAY = range(3)
 
 
 class Links:
-    """The table; times are those of ``time.monotonic``, which all processes of a machine share."""
+    """The table; times are those of ``time.monotonic``, which all processes on a machine share."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         shape = (_NODES, _NODES, 3)
         self._table = np.memmap(path, np.float64, "w+" if create else "r+", shape=shape)
 
     def break_link(self, one: Peer, other: Peer, until: float, *, one_way: bool = False) -> None:
-        """Neither hears the other until then, whoever fills their slots; if one way, the first is heard by
-        the other no more."""
+        """Break the link between two slots until then, for all their incarnations; if ``one_way``, only
+        messages from the first to the other are lost."""
         for a, b in ((one, other),) if one_way else ((one, other), (other, one)):
             self._table[_index(a), _index(b), _CUT_UNTIL] = until
 
     def slow(self, one: Peer, until: float, delay_seconds: float) -> None:
-        """Whatever it says or hears until then is up to so late, and out of order."""
+        """Delay all messages from and to a node until then, each randomly up to ``delay_seconds``."""
         node = _index(one)
         for part in (self._table[node], self._table[:, node]):
             part[:, _SLOW_UNTIL] = until
             part[:, _DELAY] = delay_seconds
 
     def slow_link(self, source: Peer, target: Peer, until: float, delay_seconds: float) -> None:
-        """Whatever one says to the other until then is up to so late, and out of order."""
+        """Delay messages from one node to another until then, each randomly up to ``delay_seconds``."""
         self._table[_index(source), _index(target), _SLOW_UNTIL:] = until, delay_seconds
 
     def mend(self) -> None:
-        """All links are whole again."""
+        """Restore all links."""
         self._table[:] = 0.0
 
     def state(self, source: Peer, target: Peer) -> tuple[float, float, float]:
@@ -62,7 +62,7 @@ class Links:
 
 
 class Reception:
-    """What one node hears over such links."""
+    """Applies the table to the messages that one node receives."""
 
     def __init__(self, me: Peer, links: Links) -> None:
         self.dropped = 0
@@ -71,13 +71,13 @@ class Reception:
         self._numbers = itertools.count()
 
     def wait(self, timeout_seconds: float) -> float:
-        """How long to wait for messages: no longer than until the next one that is late is due."""
+        """The timeout for the next poll, at most until the next delayed message is due."""
         if not self._late:
             return timeout_seconds
         return max(0.0, min(timeout_seconds, self._late[0][0] - time.monotonic()))
 
     def hear(self, envelopes: Sequence[Envelope]) -> list[Envelope]:
-        """What is heard now, of these and of those that were late."""
+        """The messages to deliver now, of these and of delayed ones."""
         now = time.monotonic()
         heard = []
         for envelope in envelopes:

@@ -1,4 +1,4 @@
-"""A network in memory on virtual time: it loses, repeats, delays and reorders messages as a seed says.
+"""A network in memory on virtual time, which loses, duplicates, delays and reorders messages by a seed.
 
 One thread runs everything, in the order of virtual time; the same seed gives the same schedule, to the last
 message.
@@ -21,23 +21,23 @@ from holdfast.cluster.runtime.transport.packing import pack, unpack
 
 TICK_SECONDS = 0.08
 _ENCODED = 8
-"""Every so manieth message goes through bytes, as on a real wire."""
+"""One in this many messages is encoded and decoded, as on a real wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How bad the network is."""
+    """The quality of the network."""
 
     loss: float = 0.0
-    """Share of the messages that are lost."""
+    """Fraction of messages that are lost."""
     duplication: float = 0.0
-    """Share that arrives twice."""
+    """Fraction that arrives twice."""
     delay_seconds: float = 0.001
-    """How long a message takes on average; each takes its own time, so they overtake each other."""
+    """Mean latency of a message; latencies vary, so messages overtake each other."""
     ordered: bool = False
-    """Whether messages of one node to another keep their order."""
+    """Whether messages from one node to another keep their order."""
     damage: float = 0.0
-    """Share of the messages of which a bit is flipped on the way."""
+    """Fraction of messages in which a bit is flipped in transit."""
 
 
 CALM = Weather()
@@ -47,7 +47,7 @@ CALM = Weather()
 class Network:
     """Nodes, the messages between them, and the time.
 
-    ``run`` is the main path: the earliest thing that is to happen happens, until the condition holds.
+    ``run`` is the main path: it executes the earliest pending event, until the condition holds.
     """
 
     seed: int
@@ -55,8 +55,8 @@ class Network:
     now: float = 0.0
     nodes: dict[Peer, Node] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    """What happened to messages: sent, lost, repeated, damaged, undeliverable, without a route, or
-    that their link was broken."""
+    """Counts of messages: sent, lost, repeated (duplicated), damaged, undeliverable, without a route, or
+    broken (their link was)."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -71,45 +71,46 @@ class Network:
         """Slots of servers that have no connection to each other."""
 
     def add(self, node: Node) -> None:
-        """A node comes to life."""
+        """Start a node."""
         self.nodes[node.me] = node
         self.at(self.now, self._tick, node)
 
     def kill(self, peer: Peer) -> None:
-        """A node is gone at once, with all that it wanted to send."""
+        """Kill a node at once; its unsent messages are lost."""
         self.nodes.pop(peer, None)
         self._paused.pop(peer, None)
 
     def pause(self, peer: Peer, seconds: float = math.inf) -> None:
-        """A node stops and goes on later, with everything that was sent to it meanwhile; or never."""
+        """Suspend a node, and deliver everything sent to it when it resumes, if ever."""
         if peer in self.nodes and peer not in self._paused:
             self._paused[peer] = []
             if seconds < math.inf:
                 self.at(self.now + seconds, self._resume, peer)
 
     def break_link(self, a: Peer, b: Peer, seconds: float = math.inf, *, one_way: bool = False) -> None:
-        """Nothing gets through from one slot to another for a while, or ever; nor back, unless one way."""
+        """Lose all messages from one slot to another for a while, or forever; in both directions, unless
+        ``one_way``."""
         for link in (_link(a, b),) if one_way else (_link(a, b), _link(b, a)):
             self._broken[link] = max(self.now + seconds, self._broken.get(link, 0.0))
 
     def is_broken(self, a: Peer, b: Peer) -> bool:
-        """Whether a message from one slot to another is lost, or one back."""
+        """Whether the link between two slots is broken in either direction."""
         return any(self.now < self._broken.get(link, 0.0) for link in (_link(a, b), _link(b, a)))
 
     def slow_link(self, a: Peer, b: Peer, delay_seconds: float, seconds: float) -> None:
-        """Messages between two slots are late for a while, each up to so much."""
+        """Delay messages between two slots for a while, each randomly up to ``delay_seconds``."""
         for link in (_link(a, b), _link(b, a)):
             self._slow[link] = self.now + seconds, delay_seconds
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Let something happen at a time."""
+        """Schedule an action at a time."""
         self._numbers += 1
         heapq.heappush(self._queue, (time, self._numbers, action, arguments))
 
     def run(self, until: Callable[[], bool], most_seconds: float = 3600.0, *, every: int = 1) -> bool:
-        """Let time pass until the condition holds; False if it does not within so many seconds.
+        """Let time pass until the condition holds; False if it does not within ``most_seconds``.
 
-        The condition is looked at after ``every`` so many things that happen.
+        The condition is checked after every ``every`` events.
         """
         end = self.now + most_seconds
         queue, pop = self._queue, heapq.heappop
@@ -122,7 +123,7 @@ class Network:
         return True
 
     def send_outbox(self, node: Node) -> None:
-        """Send what a node wants to send."""
+        """Send the messages in a node's outbox."""
         envelopes = node.outbox[:]
         node.outbox.clear()
         for envelope in envelopes:
@@ -133,14 +134,14 @@ class Network:
         source, target = envelope.source, envelope.target
         counts["sent"] += 1
         if source.role == "worker":
-            self._routes.add((target, source))  # they connect, even if what is said is lost
+            self._routes.add((target, source))  # sending connects them, even if the message is lost
         elif (
             source.role == target.role and self.unconnected and (source.slot, target.slot) in self.unconnected
         ):
             counts["without a route"] += 1
             return
         elif target.role == "worker" and source.role == "server" and (source, target) not in self._routes:
-            counts["without a route"] += 1  # workers connect to servers, who have no way to them before that
+            counts["without a route"] += 1  # servers cannot reach workers that have not connected
             return
         late = 0.0
         if self._broken or self._slow:
@@ -169,7 +170,7 @@ class Network:
             heapq.heappush(self._queue, (time, self._numbers, self._deliver, (envelope,)))
 
     def _damage(self, envelope: Envelope) -> None:
-        """Flip a bit of a message, as it is on a wire: whoever receives it must notice, and drop it."""
+        """Flip a bit of an encoded message: the receiver must detect and drop it."""
         parts = [bytearray(part) for part in pack("", envelope)]
         part = self.random.choice([part for part in parts if part])
         part[self.random.randrange(len(part))] ^= 1 << self.random.randrange(8)
@@ -178,7 +179,7 @@ class Network:
         except ValueError:
             self.counts["damaged"] += 1
         else:
-            raise AssertionError(f"a damaged {type(envelope.message).__name__} was taken")
+            raise AssertionError(f"a damaged {type(envelope.message).__name__} was accepted")
 
     def _deliver(self, envelope: Envelope) -> None:
         node = self.nodes.get(envelope.target)
@@ -188,7 +189,7 @@ class Network:
         if self._paused and envelope.target in self._paused:
             self._paused[envelope.target].append((self._deliver, (envelope,)))
             return
-        if self._numbers % _ENCODED == 0:  # what a real wire does to a message
+        if self._numbers % _ENCODED == 0:  # as on a real wire
             header = decode(encode(Header("", envelope.source, envelope.target, envelope.message)))
             envelope = Envelope(header.source, header.target, header.message, envelope.frames)
         node.receive(envelope, self.now)
@@ -207,7 +208,7 @@ class Network:
         self.at(self.now + TICK_SECONDS, self._tick, node)
 
     def paused(self, peer: Peer) -> bool:
-        """Whether a node stands still."""
+        """Whether a node is suspended."""
         return peer in self._paused
 
     def _resume(self, peer: Peer) -> None:

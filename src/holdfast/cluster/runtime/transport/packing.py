@@ -1,8 +1,8 @@
-"""A message as the parts that go over a wire, and back: with a checksum, and cut where parts must be small.
+"""Encode a message into parts for the wire, and back: with a checksum, and split if parts must be small.
 
-The first part begins with a checksum over everything behind it and the length of the header; the header says
-how many bytes each array has. A message that was damaged on its way is dropped before anything of it is
-used, and counts as one that was lost: whoever sent it sends it again.
+The first part begins with a checksum of everything after it and the length of the header; the header contains
+the size of each array. A message with a checksum mismatch is dropped before anything of it is used, and
+counts as lost: its sender retries.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.wire import Header, decode, encode
 
 Piece = bytes | memoryview
-_PREFIX: Final = struct.Struct("<QI")  # xxh3 over all that follows, bytes of the header
+_PREFIX: Final = struct.Struct("<QI")  # xxh3 of everything after it, bytes of the header
 
 
 class Damaged(ValueError):
-    """The checksum does not match: not what was sent."""
+    """Checksum mismatch: the message was damaged in transit."""
 
 
 def pack(job: str, envelope: Envelope, most_bytes: int = 1 << 31) -> list[Piece]:
-    """The parts of a message, none of them above ``most_bytes``. Arrays are not copied."""
+    """Encode a message into parts of at most ``most_bytes`` each. Arrays are not copied."""
     frames = [_flat(frame) for frame in envelope.frames]
     sizes = tuple(frame.nbytes for frame in frames)
     header = encode(Header(job, envelope.source, envelope.target, envelope.message, sizes))
@@ -39,9 +39,9 @@ def pack(job: str, envelope: Envelope, most_bytes: int = 1 << 31) -> list[Piece]
 
 
 def unpack(parts: Sequence[Piece], max_header_bytes: int) -> tuple[Header, list[Frame]]:
-    """The header and the arrays of a message. Arrays that came in one part are not copied.
+    """Decode a message into its header and arrays. Arrays that arrived in one part are not copied.
 
-    Raises Damaged if the checksum does not match, and another ValueError if it is no message at all.
+    Raises Damaged on a checksum mismatch, and another ValueError if it is not a message.
     """
     first = memoryview(parts[0])
     if len(first) < _PREFIX.size:
@@ -63,7 +63,7 @@ def unpack(parts: Sequence[Piece], max_header_bytes: int) -> tuple[Header, list[
     left = iter(arrays)
     frames: list[Frame] = [_join(next(left, b""), size, left) for size in decoded.sizes]
     if next(left, None) is not None:
-        raise ValueError("parts that belong to no array")
+        raise ValueError("extra parts after the last array")
     return decoded, frames
 
 
@@ -72,7 +72,7 @@ def _has_size(part: Piece, size: int) -> bool:
 
 
 def _join(first: Piece, size: int, rest: Iterator[Piece]) -> Piece:
-    """So many bytes: ``first``, and as many of the following parts as it takes."""
+    """Join ``first`` and as many of the following parts as needed for ``size`` bytes."""
     if len(first) == size:
         return first
     pieces, found = [first], len(first)

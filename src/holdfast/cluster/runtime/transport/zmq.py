@@ -1,13 +1,13 @@
 """Messages between processes and machines over ZeroMQ.
 
-A node that listens has a ROUTER; to each peer that listens a node opens a DEALER. A ROUTER answers a peer
-where it last heard from it, so that workers need no port. A message is its header and its arrays, one
+A node that listens has a ROUTER; for each peer that listens, a node opens a DEALER. A ROUTER answers a peer
+on the connection it last heard from, so workers need no port. A message is its header and its arrays, one
 frame each.
 
-Bytes from outside are checked before they are used, never executed, and never raise: what is no message of
-this job for this node, or not what was sent, is dropped and counted. A node listens on a Unix socket in a
+Bytes from outside are validated before use, never executed, and never raise: anything that is not an intact
+message of this job for this node is dropped and counted. A node listens on a Unix socket in a
 folder that only its user can enter (``private``), or on TCP with keys: then every connection is encrypted,
-only members of the job get through the handshake (``door``), and none is believed to be another.
+only members of the job pass the handshake (``door``), and none can impersonate another.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from holdfast.cluster.runtime.transport.packing import Damaged, Piece, pack, unp
 from holdfast.errors import ConfigError
 
 COPY_BELOW_BYTES: Final = 512 << 10
-"""Smaller frames are copied when they are sent: that is quicker than to keep track of them, for which a
-thread of pyzmq's wakes up with every frame that has left."""
+"""Smaller frames are copied when sent: faster than tracking them, for which a thread of pyzmq wakes up with
+every frame that has been sent."""
 _ALIGN_BELOW_BYTES: Final = 16 << 10
-"""Smaller frames are copied when they come in: ZeroMQ packs frames of up to 8 KB into one buffer, at any
+"""Smaller frames are copied when received: ZeroMQ packs frames of up to 8 KB into one buffer, at any
 offset, and an array there would not be aligned."""
 _TCP_PART_BYTES: Final = 64 << 10
-"""Larger arrays are cut on TCP: a peer that has not proved who it is can have one part waiting, no more. It
-costs nothing beside encrypting them."""
+"""Larger arrays are split on TCP: a peer that is not authenticated can have only one part waiting. Compared
+with encryption, the cost is negligible."""
 _TCP_OVERHEAD_BYTES: Final = 1 << 10
-"""That encryption adds to a part, at most."""
+"""The most that encryption adds to a part."""
 _HANDSHAKE_MILLISECONDS: Final = 5_000
 _POLL_MESSAGES: Final = 1024
-"""At most so many from one socket at a time, or a flood would keep ``poll`` from returning."""
+"""Messages to read from one socket at a time, so that a flood does not keep ``poll`` from returning."""
 _KNOWN_PEERS: Final = 16384
-"""Routes that a ROUTER remembers; a peer whose route is forgotten is known again when it speaks."""
-# Plain numbers: those of zmq are enums, and each operation on one costs a microsecond.
+"""Routes that a ROUTER remembers; a forgotten peer is known again when it sends a message."""
+# Plain numbers: those of zmq are enums, and each operation on one takes a microsecond.
 _NOW: Final = int(zmq.DONTWAIT)
 _NOW_AND_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
@@ -54,14 +54,14 @@ _FILE: Final = int(zmq.SRCFD)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a node takes from others, and what it keeps for them.
+    """Limits on messages that a node receives, and on its queues.
 
     Args:
-        max_header_bytes: of a message's first frame.
-        max_frames: arrays of one message.
-        max_message_bytes: of all its frames. A single part above what the wire takes (on TCP 64 KB, else
-            this) is not even read: its connection is closed.
-        max_queued: messages that wait for one peer; further ones are dropped until it takes some.
+        max_header_bytes: size of a message's first frame.
+        max_frames: number of arrays in a message.
+        max_message_bytes: total size of its frames. A single part above the limit of the wire (64 KB on TCP,
+            else this) is not even read: its connection is closed.
+        max_queued: messages that wait for one peer; further ones are dropped until it has received some.
     """
 
     max_header_bytes: int = 1 << 20
@@ -76,20 +76,20 @@ class Limits:
 
 
 class ZmqTransport:
-    """One node's sockets. Calls must not overlap, except that of ``wake``.
+    """One node's sockets. Calls must not overlap, except those of ``wake``.
 
     Args:
-        me: this node: only messages for its role and slot come through.
-        job: the job's name: only its messages come through.
+        me: this node: it receives only messages for its role and slot.
+        job: the job's name: only its messages are received.
         bind: where to listen: "ipc:///a/path" in a folder of mode 0700, or with keys "tcp://127.0.0.1" (on a
-            free port), "tcp://127.0.0.1:4000"; None for a node that others need not reach by themselves.
-        keys: of this node; TCP takes them.
-        limits: of messages.
-        links: which of them are broken on purpose; None: none is.
+            free port), "tcp://127.0.0.1:4000"; None for a node that others need not connect to.
+        keys: keys of this node; required for TCP.
+        limits: limits on messages.
+        links: table of broken links, for chaos runs; None otherwise.
 
     Attributes:
-        endpoint: where it really listens; "" if it does not.
-        counters: of what came and went.
+        endpoint: the actual address it listens on; "" if it does not listen.
+        counters: counts of messages.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ZmqTransport:
         self._keys = keys
         self._limits = limits
         self._reception = Reception(me, links) if links is not None else None
-        # Its own context: ZeroMQ asks one authenticator in each context who may connect.
+        # A context of its own: ZeroMQ has one authenticator per context.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -118,7 +118,7 @@ class ZmqTransport:
         self._routes: dict[Peer, bytes] = {}
         self._dealers: dict[Name, tuple[str, zmq.Socket[bytes]]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
-        """Who is at the other end of a DEALER."""
+        """The peer of each DEALER."""
         self._part_bytes = limits.max_message_bytes if keys is None else _TCP_PART_BYTES
         self._max_parts = 1 + limits.max_frames + limits.max_message_bytes // self._part_bytes
         if bind is not None:
@@ -129,9 +129,9 @@ class ZmqTransport:
                 raise
 
     def connect(self, role: Role, slot: int, endpoint: str) -> None:
-        """From now on what is sent to this role and slot goes to ``endpoint``; what still waited is dropped.
+        """Send messages for this role and slot to ``endpoint`` from now on; queued ones are dropped.
 
-        Returns at once: there need be nobody yet, messages wait. The same endpoint again changes nothing.
+        Returns at once: the peer need not exist yet, messages wait. The same endpoint again changes nothing.
         """
         known = self._dealers.get((role, slot))
         if known is not None and known[0] == endpoint:
@@ -139,9 +139,9 @@ class ZmqTransport:
         check_reachable(endpoint, encrypted=self._keys is not None)
         server_key = None if self._keys is None else self._keys.public_of(role, slot)
         dealer = self._socket(zmq.DEALER)
-        # Messages wait while the connection is made, up to max_queued (no IMMEDIATE): otherwise the first
-        # one to every peer would be lost, and cost a retry. To a peer that is gone they wait until its
-        # replacement has another endpoint.
+        # Messages wait while connecting, up to max_queued (no IMMEDIATE): otherwise the first one to every
+        # peer would be lost, and cost a retry. Messages to a dead peer wait until its replacement has another
+        # endpoint.
         dealer.ipv6 = "[" in endpoint
         dealer.reconnect_ivl = 20
         dealer.reconnect_ivl_max = 1000
@@ -154,7 +154,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             dealer.close(0)
             raise ConfigError(
-                f"{role} {slot} cannot be at {endpoint!r} ({error}): expected an address such as "
+                f"{role} {slot} has an invalid address {endpoint!r} ({error}): expected an address such as "
                 "tcp://127.0.0.1:4000"
             ) from None
         if known is not None:
@@ -166,10 +166,10 @@ class ZmqTransport:
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, envelope: Envelope) -> bool:
-        """Hand a message over; it never waits. False: it was dropped (and counted), the peer is out of reach.
+        """Queue a message without blocking. False: it was dropped (and counted), the peer is unreachable.
 
-        True does not mean that it arrives. Arrays from ``COPY_BELOW_BYTES`` on are not copied, and nobody
-        knows when they have left: they must not be changed after this call.
+        True does not mean that it arrives. Arrays of ``COPY_BELOW_BYTES`` or more are not copied, and nobody
+        knows when they have been sent: do not change them after this call.
         """
         parts = pack(self._job, envelope, self._part_bytes)
         size = sum(map(_bytes_of, parts))
@@ -190,7 +190,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            del self._routes[envelope.target]  # its connection is gone; it is known again when it speaks
+            del self._routes[envelope.target]  # its connection is gone; its next message restores it
             self.counters.unroutable += 1
             return False
         self.counters.sent += 1
@@ -198,10 +198,10 @@ class ZmqTransport:
         return True
 
     def poll(self, timeout_seconds: float) -> list[Envelope]:
-        """All messages that are there; waits for the first one, at most so long.
+        """Receive all pending messages; waits for the first one, up to the timeout.
 
-        The frames are read-only by agreement. They live as long as they are referred to, and larger ones
-        are ZeroMQ's own memory, not a copy. The result can be empty before the time is up.
+        The frames are read-only by convention. They live as long as they are referenced, and larger ones
+        are ZeroMQ's own memory, not a copy. The result can be empty before the timeout.
         """
         envelopes: list[Envelope] = []
         if self._reception is not None:
@@ -214,11 +214,11 @@ class ZmqTransport:
         return envelopes if self._reception is None else self._reception.hear(envelopes)
 
     def wake(self) -> None:
-        """Let the ``poll`` that waits, or else the next, return at once. For any thread, until ``close``."""
+        """Let the current or the next ``poll`` return at once. Call it from any thread, until ``close``."""
         os.eventfd_write(self._wake, 1)
 
     def close(self, linger_seconds: float = 0.2) -> None:
-        """Close all sockets; what has been sent may take so long to leave. Closing twice does no harm."""
+        """Close all sockets, after giving sent messages this long to leave. Closing twice does no harm."""
         if self._context.closed:
             return
         if self._door is not None:
@@ -226,7 +226,7 @@ class ZmqTransport:
         self._dealers.clear()
         self._names.clear()
         self._routes.clear()
-        # It closes all sockets that it has made; one that is forgotten would keep it waiting for ever.
+        # This closes all sockets of the context; a forgotten one would block it forever.
         self._context.destroy(round(linger_seconds * 1000))
         os.close(self._wake)
 
@@ -243,19 +243,19 @@ class ZmqTransport:
         socket.maxmsgsize = self._part_bytes + _TCP_OVERHEAD_BYTES
         socket.handshake_ivl = _HANDSHAKE_MILLISECONDS
         socket.copy_threshold = COPY_BELOW_BYTES
-        # A machine that lost its power closes no connection.
+        # A machine that loses power closes no connection.
         socket.heartbeat_ivl = 5_000
         socket.heartbeat_timeout = 20_000
         return socket
 
     def _listen(self, address: str) -> None:
         router = self._router = self._socket(zmq.ROUTER)
-        router.router_mandatory = True  # else what cannot be sent would vanish without a count
+        router.router_mandatory = True  # else unsendable messages would vanish uncounted
         router.ipv6 = "[" in address
         if self._keys is not None:
             self._door = Door(self._context, router, self._keys, self.counters)
         else:
-            # The folder keeps others out already.
+            # In addition to the folder's mode.
             router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         try:
             router.bind(address)
@@ -274,7 +274,7 @@ class ZmqTransport:
                 parts = [socket.recv(_NOW, copy=False)]
             except zmq.Again:
                 return
-            while parts[-1].more:  # all are there once the first is; `recv_multipart` asks by way of enums
+            while parts[-1].more:  # all have arrived if the first has; `recv_multipart` uses slow enums
                 parts.append(socket.recv(_NOW, copy=False))
             route = parts.pop(0).bytes if socket is self._router else None
             envelope = self._open(parts, self._names.get(socket) or self._proven_name(parts))
@@ -284,17 +284,17 @@ class ZmqTransport:
                     if self._door is not None:
                         self._door.proven(int(parts[0].get(_FILE)))
                 envelopes.append(envelope)
-            if not int(socket.get(_EVENTS)) & _POLLIN:  # quicker than to be told by an exception
+            if not int(socket.get(_EVENTS)) & _POLLIN:  # faster than an exception
                 return
 
     def _learn(self, peer: Peer, route: bytes) -> None:
-        self._routes.pop(peer, None)  # to the end: the first one is the one that was silent for longest
+        self._routes.pop(peer, None)  # move to the end: the first one has been silent longest
         self._routes[peer] = route
         if len(self._routes) > _KNOWN_PEERS:
             del self._routes[next(iter(self._routes))]
 
     def _proven_name(self, parts: list[zmq.Frame]) -> str | None:
-        """Who has sent a message, by its key; None: without keys nobody can tell."""
+        """The authenticated sender of a message; None: without keys there is none."""
         if self._keys is None or not parts:
             return None
         try:
@@ -303,7 +303,7 @@ class ZmqTransport:
             return ""
 
     def _open(self, parts: list[zmq.Frame], name: str | None) -> Envelope | None:
-        """The message in these parts; None (and a count) if it is none for this node."""
+        """Decode the message in these parts; None (and a count) if it is not a message for this node."""
         size = sum(map(len, parts))
         if not 1 <= len(parts) <= self._max_parts or size > self._limits.max_message_bytes:
             self.counters.malformed += 1
@@ -314,7 +314,7 @@ class ZmqTransport:
         except Damaged:
             self.counters.damaged += 1
             return None
-        except (ValueError, RecursionError):  # of msgspec, too, and of text that is no UTF-8
+        except (ValueError, RecursionError):  # includes msgspec's errors and invalid UTF-8
             self.counters.malformed += 1
             return None
         if len(frames) > self._limits.max_frames:
@@ -357,8 +357,8 @@ def _send_all(socket: zmq.Socket[bytes], parts: list[Piece]) -> None:
         try:
             socket.send(part, flags, copy=_bytes_of(part) < COPY_BELOW_BYTES)
         except zmq.Again:
-            # The connection broke between two parts. ZeroMQ swallows parts up to the end of the message:
-            # give it that end, or the next message goes the same way.
+            # The connection broke between two parts. ZeroMQ discards parts up to the end of the message:
+            # send that end, or it discards the next message, too.
             if 0 < index < last:
                 socket.send(b"", _NOW)
             raise
