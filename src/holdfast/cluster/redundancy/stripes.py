@@ -229,7 +229,7 @@ class Stripes:
         wrong = checked & (parity.get(job.parity, job.blocks) != job.sums).any(1)
         self.scrubbed += int(checked.sum())
         self.wrong += int(wrong.sum())
-        if wrong.any() and parity.placement.r > 1:
+        if wrong.any():
             self._ask_others(job.group, job.parity, job.blocks[wrong], now)
 
     # Where they do not agree, either the parity is wrong or a member is. With one parity nobody can tell.
