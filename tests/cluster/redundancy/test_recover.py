@@ -187,6 +187,8 @@ class TestRowsThatSomebodyWaitsFor:
         node = servers.replace(0)
         assert not node.shards[NETWORK].installed
         assert recovery_of(node).left == node.shards[TABLES].rows
+        recovery_of(node).leave_out(7)
+        assert recovery_of(node).left == node.shards[TABLES].rows, "a group without parities is not recovered"
 
     def test_rows_that_came_from_elsewhere_meanwhile_are_not_overwritten(self) -> None:
         servers = trained()
@@ -371,8 +373,8 @@ class TestSolving:
             assert envelope.target.slot == placement.parity_server(0, 0, t)
             assert (message.parity, message.without, blocks_of(envelope)) == (t, (0, 1), [0, 2])
 
-    def test_syndromes_of_two_instants_are_not_solved(self) -> None:
-        """Between the two answers the other's replacement has changed rows: the sums do not fit together."""
+    def half_answered(self) -> tuple[Servers, Node, Node, list[Envelope], Envelope]:
+        """Two parity servers are to answer about place 0: the first has, the second is about to be asked."""
         servers, node, other = self.two_gone()
         servers.take()
         want(node, [0])
@@ -381,7 +383,11 @@ class TestSolving:
         one, two = about(servers, 0)
         servers.hand(one)
         servers.deliver(ReadStripes, Values)
-        first = servers.take(Syndromes)
+        return servers, node, other, servers.take(Syndromes), two
+
+    def test_syndromes_of_two_instants_are_not_solved(self) -> None:
+        """Between the two answers the other's replacement has changed rows: the sums do not fit together."""
+        servers, node, other, first, two = self.half_answered()
         other.replicator.changed(servers.now)
         other.flush()
         servers.deliver(Differences)
@@ -393,6 +399,17 @@ class TestSolving:
         assert [(m.parity, m.without) for m in again] == [(0, (0, 1)), (1, (0, 1))]
         servers.run(10.0)
         assert is_back(servers, node).all()
+
+    def test_what_the_replacement_itself_has_changed_meanwhile_does_not_matter(self) -> None:
+        """The row that it asks for is not among that."""
+        servers, node, _, first, two = self.half_answered()
+        node.replicator.changed(servers.now)
+        node.flush()
+        servers.deliver(Differences)
+        servers.hand(two)
+        servers.deliver(ReadStripes, Values)
+        servers.hand(*first, *servers.take(Syndromes))
+        assert is_back(servers, node)[0]
 
     def test_where_a_parity_is_not_there_another_is_asked(self) -> None:
         servers = trained(2, 2, servers=5)

@@ -582,6 +582,13 @@ class TestReplacementOfAnOwner:
         servers.fence(1)
         assert servers[0].replicator.kept(0) == 1
 
+    def test_flushes_go_to_those_that_are_left(self) -> None:
+        servers = small()
+        servers.fence(1)
+        servers[0].push([0, 1, 2, 3])
+        servers[0].flush()
+        assert [e.target.slot for e in servers.take(Differences)] == [2]
+
     def test_a_lane_begins_behind_the_flushes_before_it(self) -> None:
         servers = small()
         for _ in range(3):
