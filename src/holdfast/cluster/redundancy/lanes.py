@@ -34,8 +34,8 @@ class OutLane:
     """Since when the oldest message has waited for its acknowledgement."""
     _number: int = 0
     _waiting: deque[Envelope] = field(default_factory=deque)
-    _patience: float = 0.0
-    _again: float = 0.0
+    _patience: float = field(init=False, repr=False)
+    _again: float = field(init=False, repr=False)
 
     @property
     def next_number(self) -> int:

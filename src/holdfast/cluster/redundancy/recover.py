@@ -56,7 +56,7 @@ class _Ask:
     )
     rounds: int = 0
     """How often they seemed lost."""
-    asked: float = 0.0
+    asked: float = field(init=False)
     """When these parity servers were first asked."""
     slow: frozenset[int] = frozenset()
     """Parities whose servers did not answer in time: others are preferred."""
@@ -154,13 +154,9 @@ class Recovery:
     def want(self, group: int, places: NDArray[np.int64], now: float) -> None:
         """Recover these records first: a request waits for them."""
         k = self._plan.placements[group].k
-        lacking = self.lacks(group, places)
-        if not lacking.any():
-            return
-        wanted = places[lacking & ~self._asked[group][places]]
-        wanted = np.unique(wanted) if len(wanted) else wanted
+        wanted = np.unique(places[self.lacks(group, places) & ~self._asked[group][places]])
         self._waves += 1
-        for member in range(k) if len(wanted) else ():
+        for member in range(k):
             mine = wanted[wanted % k == member]
             if len(mine):
                 self._ask(self._new(group, member, mine // k, now, wave=self._waves), now)

@@ -296,7 +296,7 @@ class Replicator:
         return tuple(
             LaneState(slot, lane.source.incarnation, lane.now, lane.first)
             for slot, lane in self._in.items()
-            if lane.known and self._incarnations.get(slot, 0) > lane.source.incarnation
+            if lane.known and self._incarnations[slot] > lane.source.incarnation
         )
 
     def peer(self, slot: int) -> Peer | None:

@@ -63,7 +63,7 @@ class _Job:
     source: Peer | None = None
     request: int = 0
     without: tuple[int, ...] = ()
-    wanted: float = 0.0
+    wanted: float = field(init=False)
     """When it was last requested."""
 
 
@@ -229,25 +229,24 @@ class Stripes:
         wrong = checked & (parity.get(job.parity, job.blocks) != job.sums).any(1)
         self.scrubbed += int(checked.sum())
         self.wrong += int(wrong.sum())
-        if wrong.any() and parity.placement.r > 1:
-            self._ask_others(job.group, job.parity, job.blocks[wrong], now)
+        if wrong.any():
+            self._ask_others(job, job.blocks[wrong], now)
 
     # On a mismatch, either the parity or a member is wrong. With one parity nobody can tell which. With more,
     # the others can: if they match the members, this parity is wrong, and is recomputed. A wrong member is
     # only counted: its row may have been trained on since.
 
-    def _ask_others(self, group: int, parity: int, blocks: NDArray[np.int64], now: float) -> None:
-        placement = self._parities[group].placement
-        owner = placement.member_server(self._replicator.me.slot, parity, 0)
-        self._numbers += 1
-        vote = _Vote(group, parity, blocks, np.ones(len(blocks), np.bool_), now + _VOTE_SECONDS)
+    def _ask_others(self, job: _Job, blocks: NDArray[np.int64], now: float) -> None:
+        placement = self._parities[job.group].placement
+        owner = placement.member_server(self._replicator.me.slot, job.parity, 0)
+        vote = _Vote(job.group, job.parity, blocks, np.ones(len(blocks), np.bool_), now + _VOTE_SECONDS)
         for t in range(placement.r):
             other = self._replicator.peer(placement.parity_server(owner, 0, t))
-            if t != parity and other is not None:
+            if t != job.parity and other is not None:
                 vote.waiting.add(t)
-                message = Compare(self._numbers, group, t, len(blocks))
+                message = Compare(job.number, job.group, t, len(blocks))
                 self._post(other, message, [blocks.astype(np.uint32)])
-        self._votes[self._numbers] = vote
+        self._votes[job.number] = vote
 
     def take_vote(self, message: Agreed, frames: Sequence[Frame], now: float) -> None:
         """Process another parity server's answer whether its parities match the members."""
