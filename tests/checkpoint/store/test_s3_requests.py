@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -105,6 +106,7 @@ class Requests:
         self.deletes: list[list[str]] = []
         self.lists: list[dict[str, Any]] = []
         self.gets: list[tuple[int, int]] = []
+        self.readers: set[int] = set()
         self.fails: Exception | None = None
         for name in ("put", "delete", "list", "head", "get", "get_range"):
             monkeypatch.setattr(obstore, name, getattr(self, name))
@@ -132,6 +134,7 @@ class Requests:
 
     def get_range(self, bucket: object, name: str, *, start: int, end: int) -> bytes:
         self.gets.append((start, end))
+        self.readers.add(threading.get_ident())
         return bytes(end - start)
 
 
@@ -189,6 +192,7 @@ class TestRequests:
         with store.open("there") as reader:
             reader.read_into([(100, 10), (200, 20)], out)
             assert requests.gets == [(100, 220)]
+            assert requests.readers == {threading.get_ident()}, "no other thread is woken for it"
             requests.gets.clear()
             reader.read()
         assert sorted(requests.gets) == [(0, LARGEST), (LARGEST, 2 * LARGEST), (2 * LARGEST, 3 * LARGEST)]

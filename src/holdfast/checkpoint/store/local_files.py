@@ -31,7 +31,7 @@ class Entry:
 
 def _sync_outside(folder: str) -> None:
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(folder, os.O_RDONLY)
     except PermissionError:
         return  # a folder that we may pass through but not read is not one that we made
     try:
