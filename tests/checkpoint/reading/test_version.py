@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from holdfast.checkpoint.format.manifest import Manifest, encode, name_of, read_newest
 from holdfast.checkpoint.format.records import Rows
+from holdfast.checkpoint.reading import stretches
 from holdfast.checkpoint.reading import version as reading
 from holdfast.checkpoint.reading.loader import RowLoader
 from holdfast.checkpoint.reading.pipelines import in_order
@@ -278,6 +280,18 @@ class TestOpenFiles:
             assert len(reader.files) == VERSIONS
             assert len(opened) == held + 1
 
+    def test_a_damaged_file_is_not_left_open(
+        self, store: LocalStore, opened: set[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def damaged(data: bytes, where: str) -> None:
+            assert opened
+            raise CorruptCheckpoint(f"{where} is damaged")
+
+        monkeypatch.setattr(stretches, "decode_header", damaged)
+        with pytest.raises(CorruptCheckpoint, match="is damaged"):
+            open_version(store)
+        assert not opened
+
     def test_a_failure_leaves_none_open(
         self, store: LocalStore, opened: set[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -326,6 +340,26 @@ class TestOpening:
         with open_version(store, 3, old) as reader:
             assert reader.version.version == 3
         assert tried == [old.number, manifest.number]
+
+    def test_a_writer_that_is_always_quicker_is_given_up_on(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        numbers = itertools.count(read_newest(store).number)
+        manifest = read_newest(store)
+        tried: list[int] = []
+
+        def gone(store: Store, manifest: Manifest, version: Any) -> Any:
+            tried.append(manifest.number)
+            raise ObjectMissing("chunks/7 is gone")
+
+        def newer(store: Store) -> Manifest:
+            return msgspec.structs.replace(manifest, number=next(numbers))
+
+        monkeypatch.setattr(reading, "VersionReader", gone)
+        monkeypatch.setattr(reading, "read_newest", newer)
+        with pytest.raises(CorruptCheckpoint, match="chunks/7 is gone"):
+            open_version(store, 3)
+        assert len(tried) == len(set(tried)) == 100
 
     def test_a_file_that_nobody_has_replaced_is_lost(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
