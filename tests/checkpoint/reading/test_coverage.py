@@ -316,7 +316,7 @@ class TestEra:
         assert count.has_all_rows
 
     def test_in_runs_and_others(self) -> None:
-        for numbers in ((6, 8, 9, 7), (6, 8, 9, 9)):
+        for numbers in ((6, 8, 9, 7), (6, 8, 9, 9), (7, 8, 9, 9)):
             count = self.count(6, 4)
             self.note(count, run(0, 2))
             self.note(count, run(3, 5))

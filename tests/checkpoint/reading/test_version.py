@@ -279,6 +279,7 @@ class TestOpenFiles:
         with open_version(store) as reader:
             assert len(reader.files) == VERSIONS
             assert len(opened) == held + 1
+        assert 4 * reading.MOST_OPEN == 1024, "what a process may have as a rule"
 
     def test_a_damaged_file_is_not_left_open(
         self, store: LocalStore, opened: set[str], monkeypatch: pytest.MonkeyPatch
