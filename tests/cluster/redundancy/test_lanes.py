@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.messages import Instant, Peer
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import Differences, StripePart, Values
 from holdfast.cluster.redundancy.lanes import InLane, OutLane
 
@@ -22,11 +23,11 @@ def flush(number: int, flush: int = 0, *, more: bool = False, stable: int = 0) -
 
 
 def sent(lane: OutLane, count: int, now: float = 0.0) -> list[Envelope]:
-    return [lane.send(flush(lane.next_number), (), now, RETRY) for _ in range(count)]
+    return [lane.send(flush(lane.next_number), (), now) for _ in range(count)]
 
 
 def out_lane() -> OutLane:
-    return OutLane(OWNER, PARITY, began=0, flush=0, since=0.0)
+    return OutLane(OWNER, PARITY, began=0, flush=0, since=0.0, retry=Retry(RETRY, factor=2))
 
 
 def in_lane(*, known: bool = True, now: Instant | None = None) -> InLane:
@@ -47,32 +48,32 @@ class TestOwner:
         assert {(e.source, e.target) for e in envelopes} == {(OWNER, PARITY)}
         assert lane.next_number == 4
         with pytest.raises(AssertionError):
-            lane.send(flush(6), (), 0.0, RETRY)
+            lane.send(flush(6), (), 0.0)
 
     def test_an_acknowledgement_is_for_everything_up_to_a_number(self) -> None:
         lane = out_lane()
         sent(lane, 5)
-        lane.acknowledge(3, 0.5, RETRY)
+        lane.acknowledge(3, 0.5)
         assert (lane.waiting, lane.flush) == (2, 3)
-        lane.acknowledge(2, 0.5, RETRY)
+        lane.acknowledge(2, 0.5)
         assert (lane.waiting, lane.flush) == (2, 3), "an old acknowledgement that comes late says nothing"
-        lane.acknowledge(5, 0.5, RETRY)
+        lane.acknowledge(5, 0.5)
         assert (lane.waiting, lane.flush) == (0, 5)
 
     def test_a_flush_is_acknowledged_with_its_last_message(self) -> None:
         lane = out_lane()
-        lane.send(flush(1, 1), (), 0.0, RETRY)
-        lane.send(flush(2, 2, more=True), (), 0.0, RETRY)
-        lane.send(flush(3, 2), (), 0.0, RETRY)
-        lane.acknowledge(2, 0.0, RETRY)
+        lane.send(flush(1, 1), (), 0.0)
+        lane.send(flush(2, 2, more=True), (), 0.0)
+        lane.send(flush(3, 2), (), 0.0)
+        lane.acknowledge(2, 0.0)
         assert lane.flush == 1
-        lane.acknowledge(3, 0.0, RETRY)
+        lane.acknowledge(3, 0.0)
         assert lane.flush == 2
 
     def test_only_differences_are_flushes(self) -> None:
         lane = out_lane()
-        lane.send(Values(1, Instant(9), 0, 0, 0), (), 0.0, RETRY)
-        lane.acknowledge(1, 0.0, RETRY)
+        lane.send(Values(1, Instant(9), 0, 0, 0), (), 0.0)
+        lane.acknowledge(1, 0.0)
         assert (lane.waiting, lane.flush) == (0, 0)
 
     def test_only_the_oldest_message_is_sent_again_and_ever_more_rarely(self) -> None:
@@ -83,7 +84,7 @@ class TestOwner:
         found = [(now, envelope) for now, envelope in again if envelope is not None]
         assert all(envelope is envelopes[0] for _, envelope in found)
         assert [now for now, _ in found] == [1.0, 3.0, 7.0, 15.0]
-        lane.acknowledge(7, 20.0, RETRY)
+        lane.acknowledge(7, 20.0)
         assert lane.overdue(21.0) is None, "it is slow, so it gets its time"
         assert lane.overdue(29.0) is envelopes[7]
 
@@ -92,15 +93,15 @@ class TestOwner:
         sent(lane, 5)
         assert times_of_resending(lane, 0.0, 8.0) == [1.0, 3.0, 7.0], "the next pause is 8 seconds"
         for number, pause in enumerate([4.0, 2.0, 1.0, 1.0], start=1):
-            lane.acknowledge(number, 8.0, RETRY)
+            lane.acknowledge(number, 8.0)
             assert lane.overdue(8.0 + pause - 0.25) is None
         assert lane.overdue(9.0) is not None
 
     def test_what_was_acknowledged_before_changes_no_pause(self) -> None:
         lane = out_lane()
         sent(lane, 2)
-        lane.acknowledge(1, 0.0, RETRY)
-        lane.acknowledge(1, 0.75, RETRY)
+        lane.acknowledge(1, 0.0)
+        lane.acknowledge(1, 0.75)
         assert lane.since == 0.0
         assert lane.overdue(1.0) is not None
 
@@ -108,7 +109,7 @@ class TestOwner:
         lane = out_lane()
         sent(lane, 1)
         times_of_resending(lane, 0.0, 8.0)
-        lane.acknowledge(1, 8.0, RETRY)
+        lane.acknowledge(1, 8.0)
         assert lane.overdue(100.0) is None, "nothing waits"
         sent(lane, 1, now=100.0)
         assert times_of_resending(lane, 100.0, 104.0) == [101.0, 103.0]
@@ -118,9 +119,9 @@ class TestOwner:
         sent(lane, 1, now=1.0)
         sent(lane, 1, now=2.0)
         assert lane.since == 1.0
-        lane.acknowledge(1, 5.0, RETRY)
+        lane.acknowledge(1, 5.0)
         assert lane.since == 5.0, "it has moved"
-        lane.acknowledge(2, 6.0, RETRY)
+        lane.acknowledge(2, 6.0)
         sent(lane, 1, now=9.0)
         assert lane.since == 9.0
 

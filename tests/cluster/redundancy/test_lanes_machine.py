@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.messages import Instant, Peer, WorkerMark
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import (
     Differences,
     LaneMessage,
@@ -57,7 +58,7 @@ class Pair(RuleBasedStateMachine):
         self.told = 0
         """… and the parity server, from the owner."""
         self.channel: list[Envelope] = []
-        self.out = OutLane(self.owner, self.parity, 0, 0, self.now)
+        self.out = OutLane(self.owner, self.parity, 0, 0, self.now, Retry(RETRY, factor=2))
         self.into = InLane(self.owner, True, Instant(), Instant())
 
     # The owner
@@ -82,7 +83,7 @@ class Pair(RuleBasedStateMachine):
         self.post(Values(self.out.next_number, instant, 1, 0, 0), [np.zeros(1, np.uint32)])
 
     def post(self, message: LaneMessage, frames: list[Frame]) -> None:
-        self.channel.append(self.out.send(message, frames, self.now, RETRY))
+        self.channel.append(self.out.send(message, frames, self.now))
 
     @staticmethod
     def instant(flush: int) -> Instant:
@@ -121,7 +122,7 @@ class Pair(RuleBasedStateMachine):
         message = envelope.message
         if isinstance(message, Taken):
             if (envelope.source, envelope.target) == (self.out.target, self.out.source):
-                self.out.acknowledge(message.number, self.now, RETRY)
+                self.out.acknowledge(message.number, self.now)
         elif (envelope.source, envelope.target) == (self.into.source, self.parity):
             assert isinstance(message, LaneMessage)
             self.take(message, envelope)
@@ -162,7 +163,7 @@ class Pair(RuleBasedStateMachine):
             assert self.applied == []
         self.owner = Peer("server", 0, self.owner.incarnation + 1)
         self.flushes, self.applied, self.base, self.stable, self.told = [], [], 0, 0, 0
-        self.out = OutLane(self.owner, self.parity, 0, 0, self.now)
+        self.out = OutLane(self.owner, self.parity, 0, 0, self.now, Retry(RETRY, factor=2))
         self.into = InLane(self.owner, True, Instant(), Instant())
 
     def undo(self, flush: int) -> None:
@@ -180,7 +181,7 @@ class Pair(RuleBasedStateMachine):
         self.parity = Peer("server", 1, self.parity.incarnation + 1)
         self.base = len(self.flushes)
         self.applied, self.told = [], 0
-        self.out = OutLane(self.owner, self.parity, self.base, self.base, self.now)
+        self.out = OutLane(self.owner, self.parity, self.base, self.base, self.now, Retry(RETRY, factor=2))
         self.into = InLane(self.owner, False, Instant(), Instant())
 
     # What must hold at any time

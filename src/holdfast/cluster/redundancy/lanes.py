@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.messages import Instant, Peer
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import Differences, LaneMessage, StripePart
 
 
@@ -32,10 +33,10 @@ class OutLane:
     """The newest flush that has been acknowledged or was before the lane."""
     since: float
     """Since when the oldest message has waited for its acknowledgement."""
+    retry: Retry
+    """When to send it again."""
     _number: int = 0
     _waiting: deque[Envelope] = field(default_factory=deque)
-    _patience: float = field(init=False, repr=False)
-    _again: float = field(init=False, repr=False)
 
     @property
     def next_number(self) -> int:
@@ -47,17 +48,18 @@ class OutLane:
         """The number of unacknowledged messages."""
         return len(self._waiting)
 
-    def send(self, message: LaneMessage, frames: Sequence[Frame], now: float, patience: float) -> Envelope:
+    def send(self, message: LaneMessage, frames: Sequence[Frame], now: float) -> Envelope:
         """Put a message, numbered ``next_number``, into the lane."""
         assert message.number == self.next_number
         self._number += 1
         envelope = Envelope(self.source, self.target, message, frames)
         if not self._waiting:
-            self.since, self._patience, self._again = now, patience, now + patience
+            self.since = now
+            self.retry.begin(now)
         self._waiting.append(envelope)
         return envelope
 
-    def acknowledge(self, number: int, now: float, patience: float) -> None:
+    def acknowledge(self, number: int, now: float) -> None:
         """Process an acknowledgement of everything up to this number."""
         taken = False
         while self._waiting and _number_of(self._waiting[0]) <= number:
@@ -66,15 +68,14 @@ class OutLane:
             if isinstance(message, Differences) and not message.more:
                 self.flush = message.instant.flush
         if taken:
-            self.since, self._patience = now, max(patience, self._patience / 2)
-            self._again = now + self._patience
+            self.since = now
+            self.retry.ease(now)
 
     def overdue(self, now: float) -> Envelope | None:
         """The message to resend, if it is time: the oldest one."""
-        if not self._waiting or now < self._again:
+        if not self._waiting or not self.retry.is_due(now):
             return None
-        self._patience *= 2
-        self._again = now + self._patience
+        self.retry.again(now)
         return self._waiting[0]
 
 

@@ -33,6 +33,7 @@ from holdfast.cluster.protocol.messages import (
     WorkerMark,
 )
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import (
     Differences,
     Forget,
@@ -236,11 +237,11 @@ class Replicator:
         """Process a parity server's acknowledgement of everything up to this number."""
         lane = self._out.get(source.slot)
         if lane is not None and lane.target == source:
-            lane.acknowledge(number, now, self.plan.timing.retry_seconds)
+            lane.acknowledge(number, now)
             self._advance()
 
     def _send(self, lane: OutLane, message: LaneMessage, frames: Sequence[Frame], now: float) -> None:
-        self.outbox.append(lane.send(message, frames, now, self.plan.timing.retry_seconds))
+        self.outbox.append(lane.send(message, frames, now))
 
     def _advance(self) -> None:
         self.stable = min((lane.flush for lane in self._out.values()), default=self.flushes)
@@ -349,7 +350,8 @@ class Replicator:
     def _begin(self, entry: ServerInView, since: ViewNumber, now: float) -> None:
         peer = Peer("server", entry.slot, entry.incarnation)
         if entry.slot in self._parity_servers:
-            self._out[entry.slot] = OutLane(self.me, peer, self.flushes, self.flushes, now)
+            retry = Retry(self.plan.timing.retry_seconds, factor=2)
+            self._out[entry.slot] = OutLane(self.me, peer, self.flushes, self.flushes, now, retry)
         if entry.slot in self._owners:
             # A server that started no later than the owner has seen all of its flushes.
             before = Instant(installed=self.plan.first_installed)
