@@ -60,7 +60,7 @@ class BytesReader(ObjectReader):
         (OSError(errno.EIO, ""), None),
         (ValueError("no OSError"), None),
     ],
-    ids=repr,
+    ids=lambda value: repr(value) if isinstance(value, Exception) else getattr(value, "__name__", "no"),
 )
 def test_an_error_means_one_thing(error: Exception, meaning: object) -> None:
     kinds = (is_full, is_out_of_resources, is_connection_lost)
