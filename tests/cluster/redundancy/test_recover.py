@@ -548,6 +548,17 @@ class TestWhoDoesNotAnswer:
         asked = {blocks_of(e)[0]: e.target.slot for e in servers.take(Recover)}
         assert {block: asked[block] for block in (0, 6, 7)} == {0: second, 6: second, 7: second}
 
+    def test_a_scan_does_not_pause_for_the_time_that_it_has_waited(self) -> None:
+        """To wait takes nothing from anybody."""
+        servers = trained(2, 2, servers=5, chunk_rows=1, share=0.2)
+        node = servers.replace(0)
+        recovery_of(node).leave_out(NETWORK)
+        servers.take()
+        servers.tick()
+        self.wait(servers)
+        servers.deliver(Recover, ReadStripes, Values, Syndromes)
+        assert recovery_of(node).left == 0
+
     def test_where_nobody_answers_they_are_asked_by_turns(self) -> None:
         servers, _, question = self.asked()
         asked = []
@@ -658,6 +669,23 @@ class TestLost:
             raise AssertionError("it is not reported")
         assert tries == 3
         assert servers.now == START + 2 * 0.5
+
+    def test_a_row_that_went_back_is_there_while_others_are_still_lacking(self) -> None:
+        servers, node, _ = self.two_gone(chunk_rows=1)
+        place = int(self.expected(servers, 0)[0])
+        saved = SavedCopy([shard.records + 5 for shard in node.shards], 1)
+        saved.ready = True
+        recovery_of(node).saved = saved
+        want(node, [place])
+        for _ in range(8):
+            asked = [e for e in servers.take(Recover, source=0) if blocks_of(e) == [place // 2]]
+            servers.hand(*asked)
+            servers.deliver(ReadStripes, Values, Syndromes)
+            node.tick(servers.now)
+            servers.now += 0.25
+        assert recovery_of(node).left > 5
+        assert recovery_of(node).lacks(TABLES, np.array([place, place + 4])).tolist() == [False, True]
+        assert (node.shards[TABLES].records[place] == 5).all()
 
 
 class SavedCopy:

@@ -249,7 +249,6 @@ class Recovery:
         others = set(range(r)) - ask.unusable - set(ask.parities)
         if not others - ask.slow:
             ask.slow = frozenset()  # all are slow: start over with all of them
-            ask.asked = now
         if not others:
             return False
         ask.slow |= set(late)
