@@ -198,7 +198,7 @@ class TestChoosing:
         assert chosen.message.marks == (1, 1, 1)
 
     def test_a_copy_with_another_number_of_marks(self, case: Case) -> None:
-        with pytest.raises(ValueError, match="a copy with 2 marks, of 3 workers"):
+        with pytest.raises(ValueError, match="a copy has 2 marks: expected 3"):
             case.offer(0, 1, 1)
 
 

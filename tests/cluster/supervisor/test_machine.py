@@ -600,7 +600,7 @@ class TestSilence:
         self.tick(script, 0.0, 1.75, ("server", 0), ("server", 1), ("worker", 0))
         assert said(script, "worker_lost") == 0
         self.tick(script, 1.75, 2.0, ("server", 0), ("server", 1), ("worker", 0))
-        assert figures(script, "worker_lost")["reason"] == "gave no sign of life for 1.8 s"
+        assert figures(script, "worker_lost")["reason"] == "sent no heartbeat for 1.8 s"
 
     def test_standing_still_is_forgiven_from_half_a_silence_on(self) -> None:
         script = Script(r=1).started()

@@ -64,7 +64,7 @@ def test_one_that_lacks_something_and_makes_no_progress(case: Case) -> None:
     failure = case.look(HOPELESS + 0.1)
     assert failure is not None
     assert (failure.kind, failure.peer) == ("stalled", case.servers[1].peer)
-    assert failure.text == "lacks 0 rows and 3,000 parities, and nothing has come back for 20 s"
+    assert failure.text == "lacks 0 rows and 3,000 parities, and nothing has been recovered for 20 s"
 
 
 def test_the_first_look_counts_as_progress(case: Case) -> None:
@@ -136,7 +136,7 @@ def test_servers_that_do_not_reach_each_other(case: Case) -> None:
     assert failure is not None
     assert failure.peer == case.servers[0].peer
     assert failure.text == (
-        f"waits, and nothing has come back for 20 s ({case.servers[0].peer} does not reach server 1)"
+        f"waits, and nothing has been recovered for 20 s ({case.servers[0].peer} cannot reach server 1)"
     )
 
 
@@ -147,7 +147,7 @@ def test_workers_that_do_not_reach_a_server(case: Case) -> None:
     failure = case.look(HOPELESS + 0.1)
     assert failure is not None
     assert failure.peer == case.servers[1].peer or failure.peer == case.worker.peer
-    assert f"({case.worker.peer} does not reach server 1)" in failure.text
+    assert f"({case.worker.peer} cannot reach server 1)" in failure.text
 
 
 def test_a_server_that_is_not_there(case: Case) -> None:
@@ -155,7 +155,7 @@ def test_a_server_that_is_not_there(case: Case) -> None:
     case.wait(0.0, HOPELESS)
     failure = case.look(HOPELESS + 0.1)
     assert failure is not None
-    assert failure.text == "is not there, and nothing has come back for 20 s"
+    assert failure.text == "is not running, and nothing has been recovered for 20 s"
 
 
 class TestLosses:

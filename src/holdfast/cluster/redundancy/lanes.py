@@ -110,10 +110,10 @@ class InLane:
     _begun: list[tuple[Differences, Sequence[Frame]]] = field(default_factory=list)
     _early: dict[int, Envelope] = field(default_factory=dict)
     early_bytes: int = 0
-    """Of messages that were laid aside."""
+    """Size of the buffered messages."""
 
     def lay_aside(self, number: int, envelope: Envelope, most_bytes: int) -> None:
-        """Keep a message until those before it have come, unless there are too many already."""
+        """Buffer an early message, unless the buffer is full."""
         if number not in self._early and self.early_bytes + envelope.nbytes() <= most_bytes:
             self._early[number] = envelope
             self.early_bytes += envelope.nbytes()
