@@ -363,9 +363,7 @@ class TestLoadersThatAreIteratedOver:
     )
     def test_they_cannot_be_restored(self, attributes: dict[str, Any]) -> None:
         tree = self.objects().dense_tree()
-        with pytest.raises(
-            CheckpointError, match=r"loader is being iterated over: restore\(\) must come before"
-        ):
+        with pytest.raises(CheckpointError, match=r"loader is being iterated over: call restore\(\) before"):
             self.objects(**attributes).check_dense(tree)
 
     @pytest.mark.parametrize(
