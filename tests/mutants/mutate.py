@@ -220,7 +220,8 @@ class _Finder:
             self._replace(node, "pass")
 
     def _mutate_Return(self, node: ast.Return) -> None:
-        if node.value is not None and not (isinstance(node.value, ast.Constant) and node.value.value is None):
+        # None in place of False is a question of types, which mypy answers.
+        if node.value is not None and not (isinstance(node.value, ast.Constant) and not node.value.value):
             self._replace(node, "return None")
 
     def _mutate_Continue(self, node: ast.Continue) -> None:

@@ -49,6 +49,7 @@ STATEMENTS = [
     ("for x in y: break", {"for x in y: continue"}),
     ("def f(x): return y", {"def f(x): return None"}),
     ("def f(x): return None", set()),
+    ("def f(x): return False", {"def f(x): return True"}),
     ("def f(x=1): y = z", {"def f(x=2): y = z", "def f(x=0): y = z"}),
     ("assert x == 1", set()),
     ("raise Error(x + 1)", set()),

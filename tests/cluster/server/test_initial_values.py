@@ -139,6 +139,12 @@ class TestAsking:
         case.asked(16.0)
         assert case.doubted == [(WORKERS[0], 16.0), (WORKERS[2], 16.0)]
 
+    def test_time_may_begin_at_zero(self, case: Case) -> None:
+        case.asked(0.0)
+        case.asked(1.0)
+        case.asked(10.5)
+        assert [peer for peer, _ in case.doubted] == WORKERS
+
     def test_who_may_be_unable_to_send_again_is_asked_that(self, case: Case) -> None:
         for shard in case.shards:
             shard.installed = True

@@ -507,6 +507,11 @@ class TestHolding:
 
 
 class TestCuts:
+    def test_all_rows_if_nobody_says_otherwise(self) -> None:
+        script = Script().started()
+        script.machine.request_cut(2)
+        assert (script.machine.view.baseline, script.machine.view.whole) == (True, True)
+
     def test_while_the_job_ends_workers_finish_their_batch_anyway(self) -> None:
         script = Script().started()
         script.machine.request_stop()
@@ -761,6 +766,16 @@ class TestReplacedServers:
         script.beat("server", 1, incarnation=2, redundancy=Redundancy(rows=8, lost="8 rows"))
         assert script.machine.failure is not None
         assert "could not recover 8 rows" in script.machine.failure.text
+
+    def test_a_replacement_does_not_begin_with_the_first_ones(self) -> None:
+        """A supervisor that comes back: one server was replaced before any had begun, as it seems."""
+        storage = MemoryStorage(Durable(epoch=4, servers=(1, 2), workers=(1, 1), began=True))
+        script = Script(storage, r=1)
+        script.beat("server", 1, incarnation=2, started=ViewNumber())
+        script.beat("server", 0, started=ViewNumber())
+        first, second = script.machine.view.servers
+        assert (first.incarnation, first.starts) == (1, True)
+        assert (second.incarnation, second.starts) == (2, False)
 
 
 class TestBrokenLinks:

@@ -17,7 +17,7 @@ from holdfast.cluster.protocol.messages import (
     WorkerMark,
 )
 from holdfast.cluster.protocol.plan import Resume
-from holdfast.cluster.supervisor.members import ServerMember, Tally, WorkerMember
+from holdfast.cluster.supervisor.members import Cut, ServerMember, Tally, WorkerMember
 from holdfast.sim.cluster import counting_plan
 
 PLAN = counting_plan(servers=2, workers=2, atomic=False)
@@ -43,6 +43,17 @@ def worker(slot: int = 0, *, stage: Any = "started", said: bool = True, **fields
 def test_a_member_names_its_node_and_its_events() -> None:
     assert server().peer == Peer("server", 1, 3)
     assert server().event("lost", step=4) == ("lost", {"slot": 1, "incarnation": 3, "step": 4})
+
+
+def test_what_is_known_of_a_slot_at_first() -> None:
+    first = WorkerMember("worker", 0, 1)
+    assert (first.since, first.heard, first.beat, first.stage) == (0.0, None, None, "fencing")
+    assert (first.since_view, first.deaths, first.died_at) == (ViewNumber(), 0, -1)
+    server = ServerMember("server", 0, 1)
+    assert (server.lost_at, server.recovering, server.recovered, server.wrong) == (None, False, False, (0, 0))
+    assert (server.samples_then, server.updates_lost) == (0, 0)
+    cut = Cut(3, ViewNumber(1))
+    assert (cut.positions, cut.steps, cut.samples) == ((), 0, 0)
 
 
 def test_whether_it_has_seen_a_view() -> None:

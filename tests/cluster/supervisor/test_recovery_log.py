@@ -38,6 +38,7 @@ def test_training_has_resumed_when_every_worker_at_work_pushes_something_new() -
 
 def test_redundancy_is_restored_when_all_is_there() -> None:
     recoveries = Recoveries()
+    assert (recoveries.degraded, recoveries.since) == (False, None)
     assert not recoveries.is_restored(sound=True, lacking=False)
     recoveries.lose(1, 10.0)
     recoveries.lose(2, 11.0)

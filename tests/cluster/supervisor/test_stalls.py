@@ -67,6 +67,12 @@ def test_one_that_lacks_something_and_makes_no_progress(case: Case) -> None:
     assert failure.text == "lacks 0 rows and 3,000 parities, and nothing has come back for 20 s"
 
 
+def test_the_first_look_counts_as_progress(case: Case) -> None:
+    case.say(1, parities=3)
+    assert case.wait(15.0, 15.0 + HOPELESS, steps=0) is None
+    assert case.look(15.1 + HOPELESS, steps=0) is not None
+
+
 def test_without_a_code_nothing_can_come_back() -> None:
     case = Case(r=0)
     case.say(1, parities=3)
