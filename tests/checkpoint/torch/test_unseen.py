@@ -27,6 +27,7 @@ from torch.optim import (
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.checkpoint.torch.state import TrainingObjects
+from holdfast.checkpoint.torch.unseen import why_unseen_rows_change
 from holdfast.training.optimizers import RowMomentum, RowWiseAdagrad
 
 ROWS = 40
@@ -218,3 +219,12 @@ def test_tables_without_an_optimizer() -> None:
         "frozen.weight": False,
         "trained.weight": True,  # by whom, is not known
     }
+
+
+def test_optimizers_that_touch_only_rows_with_sparse_gradients() -> None:
+    model = table(sparse=True)
+    optimizer = torch.optim.SparseAdam(list(model.parameters()))
+    (group,) = optimizer.param_groups
+    for sparse in (True, False):
+        why = why_unseen_rows_change(optimizer, group, sparse=sparse, dtype=torch.float32)
+        assert (why is None) is sparse

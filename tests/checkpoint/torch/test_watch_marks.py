@@ -488,6 +488,9 @@ class TestWrites:
         assert run.watch.is_known("m.weight")
         run.optimizer.state[run.module.weight]["sum"].add_(1)
         assert not run.watch.is_known("m.weight")
+        with torch.no_grad():
+            run.module.weight.add_(1)
+        assert not run.watch.is_known("m.weight")
 
     def test_what_is_accepted_is_known(self) -> None:
         tables = nn.Embedding(ROWS, 4), nn.Embedding(ROWS, 4)

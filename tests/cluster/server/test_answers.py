@@ -147,6 +147,7 @@ class TestRows:
     def test_only_the_first_values_count(self) -> None:
         case = Case().started(installed=False)
         assert case.beat().redundancy.not_installed == 3
+        assert case.beat().redundancy.rows == 0, "nothing was lost: it is the first in its slot"
         everywhere = np.arange(3, dtype=np.uint32)
         for value in (5.0, 7.0):
             case.ask(Install((Part(1, 3),)), everywhere, np.full((3, 2), value, np.float32))

@@ -85,7 +85,8 @@ def test_a_replaced_worker_is_refused() -> None:
 def test_a_worker_that_no_view_has_named_waits() -> None:
     ledger = Ledger()
     assert push(ledger, 1, source=worker(0, 2)) is None
-    assert push(ledger, 1, source=worker(7)) is None
+    for slot in (-1, 2, 7):
+        assert push(ledger, 1, source=worker(slot)) is None
     assert push(ledger, 1, source=Peer("server", 0, 1)) is None
     ledger.adopt([WorkerInView(0, 2)])
     assert push(ledger, 1, source=worker(0, 2)) is None, "what the old one left is not settled yet"
