@@ -12,6 +12,7 @@ _STORE = "checkpoint/store/"
 _READING = "checkpoint/reading/"
 _TORCH = "checkpoint/torch/"
 _SAVING = "checkpoint/saving/"
+_REDUNDANCY = "cluster/redundancy/"
 _QUICK_JOBS = (
     "sim/test_resuming.py",
     "sim/test_damaged_messages.py",
@@ -101,6 +102,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "checkpoint/torch/capture.py": (_TORCH + "test_capture.py", _TORCH + "test_state.py"),
     "checkpoint/torch/fit.py": (_TORCH + "test_fit.py", _TORCH + "test_mismatch.py"),
     "checkpoint/torch/read_ahead.py": (_TORCH + "test_read_ahead.py",),
+    "checkpoint/torch/source.py": (
+        _TORCH + "test_source.py",
+        _TORCH + "test_state.py",
+        _TORCH + "test_unseen.py",
+    ),
     "checkpoint/torch/tables.py": (_TORCH + "test_tables.py", _TORCH + "test_state.py"),
     "checkpoint/torch/unseen.py": (_TORCH + "test_unseen.py",),
     "checkpoint/torch/values.py": (_TORCH + "test_values.py", _TORCH + "test_state.py"),
@@ -131,7 +137,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "checkpoint/saving/publisher.py": (_SAVING + "test_publisher.py",),
     "checkpoint/saving/schedule.py": (_SAVING + "test_schedule.py",),
     "checkpoint/saving/shard_rows.py": (_SAVING + "test_shard_rows.py",),
-    "cluster/redundancy/": ("cluster/redundancy/", *_SIMULATED),
+    "cluster/redundancy/": (
+        _REDUNDANCY + "test_lanes.py",
+        _REDUNDANCY + "test_parity.py",
+        _REDUNDANCY + "test_replicator.py",
+        _REDUNDANCY + "test_stripes.py",
+        _REDUNDANCY + "test_recover.py",
+        _REDUNDANCY + "test_lanes_machine.py",  # after the others: what it finds, it shrinks
+        "cluster/test_scenarios.py",
+    ),
     "cluster/server/": ("cluster/server/", *_SIMULATED, "cluster/protocol/test_hostile_messages.py"),
     "cluster/server/deferred.py": ("cluster/server/test_deferred.py", *_QUICK_JOBS),
     "cluster/server/durability.py": ("cluster/server/test_durability.py", *_QUICK_JOBS),

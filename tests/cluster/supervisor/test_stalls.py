@@ -73,12 +73,6 @@ def test_the_first_look_counts_as_progress(case: Case) -> None:
     assert case.look(15.1 + HOPELESS, steps=0) is not None
 
 
-def test_the_first_look_counts_as_progress(case: Case) -> None:
-    case.say(1, parities=3)
-    assert case.wait(15.0, 15.0 + HOPELESS, steps=0) is None
-    assert case.look(15.1 + HOPELESS, steps=0) is not None
-
-
 def test_without_a_code_nothing_can_come_back() -> None:
     case = Case(r=0)
     case.say(1, parities=3)
