@@ -43,7 +43,7 @@ class Extra:
 class Case:
     def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SparseAdam) -> None:
         self.model = nn.ModuleDict({"a": nn.Embedding(9, 2, sparse=optimizer is torch.optim.SparseAdam)})
-        self.optimizer = optimizer([self.model["a"].weight], lr=0.1)  # type: ignore[call-arg]
+        self.optimizer = optimizer([self.model["a"].weight], lr=0.1)  # type: ignore[call-arg, arg-type]
         self.extra = Extra()
         objects = {"m": self.model, "o": self.optimizer, "x": self.extra}
         self.objects = TrainingObjects(objects, lambda table: None)
