@@ -76,7 +76,7 @@ class TestStretches:
         assert STRETCH_BYTES == 4 << 20
 
 
-class TestBatches:
+class TestInTurns:
     def in_turns(self, *pieces: tuple[OpenFile, int]) -> list[tuple[bool, str]]:
         found = in_turns([(file, piece_of(rank)) for file, rank in pieces])
         return [
@@ -100,6 +100,9 @@ class TestBatches:
     def test_a_long_file_over_several(self) -> None:
         """The second of them is within the first, though behind the end of the one before."""
         assert self.in_turns((A, 1), (B, 2), (C, 4), (A, 9)) == [(True, "a1 a9 b2 c4")]
+
+    def test_files_that_take_turns_behind_one_that_does_not(self) -> None:
+        assert self.in_turns((C, 0), (A, 1), (B, 2), (A, 3)) == [(False, "c0"), (True, "a1 a3 b2")]
 
     def test_none(self) -> None:
         assert self.in_turns() == []

@@ -18,6 +18,7 @@ from holdfast.checkpoint.reading import stretches
 from holdfast.checkpoint.reading import version as reading
 from holdfast.checkpoint.reading.loader import RowLoader
 from holdfast.checkpoint.reading.pipelines import in_order
+from holdfast.checkpoint.reading.stretches import open_file
 from holdfast.checkpoint.reading.version import find_version, open_version
 from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.local import LocalStore
@@ -30,6 +31,7 @@ from tests.checkpoint.lineage import (
     QuickFiles,
     blank,
     dense,
+    same,
     state_after,
     touched,
 )
@@ -145,6 +147,37 @@ class TestReading:
                     ranks.append(decoded.piece.rank)
                 assert ranks == sorted(ranks)
                 assert len(ranks) == len(reader.pieces())
+
+
+@pytest.mark.parametrize("layout", ["rounds", "2d"])
+def test_rows_that_no_codec_could_hold_are_handed_on_last(tmp_path: Path, layout: Any) -> None:
+    """Their quantized records, which only say so, may come after them in rank."""
+    strategy = Chunked(layout=layout, round_versions=2, dead_fraction=0.0, reset="never")
+    with LocalStore(tmp_path, create=True, files=QuickFiles()) as store:
+        line = Lineage(store, Policy(strategy=strategy, **QUANTIZED))
+        for _ in range(8):
+            line.train()
+            line.save()
+        line.writer.close()
+        for version in range(1, 9):
+            live, handed = blank(), blank()
+            with open_version(store, version) as reader:
+                assert any(group.raw_rows_of is not None for group in reader.stored_groups)
+                reader.read_rows(RowLoader(GROUPS, lambda table: live[table]))  # noqa: B023
+                into = RowLoader(GROUPS, lambda table: handed[table])  # noqa: B023
+                reader.read_rows(into.__call__)
+            assert same(live, state_after(version, on_grids=True))
+            assert same(handed, live)
+
+
+@pytest.mark.parametrize("header_bytes", [0, 8, 10**6, 1 << 40])
+def test_a_header_size_that_cannot_be(store: LocalStore, header_bytes: int) -> None:
+    """It is refused before memory is taken for it."""
+    manifest = read_newest(store)
+    era = manifest.eras[-1]
+    entry = msgspec.structs.replace(era.files[0], header_bytes=header_bytes)
+    with pytest.raises(CorruptCheckpoint, match=f"invalid header size, {header_bytes} bytes"):
+        open_file(store, entry, era.decoded_groups())
 
 
 class TestCompleteness:
