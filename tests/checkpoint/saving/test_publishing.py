@@ -58,6 +58,23 @@ def test_ones_own_manifest_is_not_taken_for_anothers(line: Lineage, files: Nfs) 
     check_no_leftovers(line)
 
 
+def test_ones_own_manifest_is_made_durable_though_its_answer_was_lost(
+    line: Lineage, files: Nfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, newest = line.store.sync, []
+
+    def sync() -> None:
+        newest.append(read_newest(line.store).versions[-1].version)
+        real()
+
+    monkeypatch.setattr(line.store, "sync", sync)
+    files.answers_to_lose = 1
+    line.train()
+    line.save()
+    line.writer.wait()
+    assert newest[:2] == [1, 2], "once before it is published, and once when it is found there"
+
+
 def test_a_manifest_that_cannot_be_looked_at_stops_one_save_only(
     line: Lineage, files: Nfs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

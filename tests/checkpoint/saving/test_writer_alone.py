@@ -210,6 +210,28 @@ class TestFailures:
             run.saved.pop(2)
             run.check()
 
+    def test_an_error_in_dealing_with_an_error_blocks_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise MemoryError
+
+        with running(tmp_path, strategy="incremental") as run:
+            run.save()
+            with monkeypatch.context() as broken:
+                broken.setattr(run.store, "publish", fail)
+                broken.setattr(run.writer.catalog, "with_advice", fail)
+                run.change(4)
+                run.save(wait=False)
+                with pytest.raises(SaveFailed):
+                    run.writer.wait()
+            with pytest.raises(MemoryError):
+                run.writer.wait()
+            run.save()
+            assert run.writer.reports[-1].rows == 1
+            run.saved.pop(2)
+            run.check()
+
     def test_another_writer(self, tmp_path: Path) -> None:
         with running(tmp_path) as run:
             run.save()

@@ -104,6 +104,15 @@ def test_a_table_that_is_added_is_found() -> None:
     assert sum(g.rows for g in tables.groups) == 14
 
 
+def test_a_save_finds_tables_that_were_added() -> None:
+    case = Case()
+    case.source.look()
+    case.model["b"] = nn.Embedding(5, 3)
+    case.model["b"].weight.requires_grad_(False)
+    tables, _ = case.source.look()
+    assert sum(g.rows for g in tables.groups) == 14
+
+
 def test_what_cannot_be_stored_is_raised_at_once_the_first_time() -> None:
     case = Case()
     case.extra.value = object()

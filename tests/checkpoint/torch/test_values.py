@@ -37,6 +37,7 @@ class Subclass(Tensor):
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
+        (torch.zeros(1, 1), None),
         (torch.zeros(3, 2), None),
         (torch.zeros(3), None),
         (torch.zeros(2, WIDEST_ROW, dtype=torch.int8), None),

@@ -138,6 +138,11 @@ class TestRows:
         assert np.array_equal(np.asarray(frame), before - 1)
         assert case.server.pushes == 1
 
+    def test_without_parities_nobody_needs_to_hear_of_changes(self, case: Case) -> None:
+        """They would pile up: nothing ever takes them."""
+        case.push(1)
+        assert [len(shard.changes) for shard in case.server.shards] == [0, 0]
+
     def test_rows_whose_first_values_have_not_come(self) -> None:
         case = Case().started(installed=False)
         assert case.push(1, group=1) == [Refused("not installed", 1)]
