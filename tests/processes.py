@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 _RUN = "HOLDFAST_TESTS_OF"  # the same test may run elsewhere on this machine
-_strangers: set[str] = set()
+_strangers: dict[str, bytes] = {}
+"""Processes that are not ours, and when they began: numbers are used again."""
 
 
 def mark() -> None:
@@ -36,18 +37,27 @@ def _running(test: str) -> dict[int, str]:
     wanted = f"PYTEST_CURRENT_TEST={test} (call)".replace("\x00", "(null)").encode()
     found = {}
     pids = {pid for pid in os.listdir("/proc") if pid.isdigit()}
-    _strangers.intersection_update(pids)  # the number of one that has ended may be that of another one day
-    for pid in pids - _strangers:
+    for pid in _strangers.keys() - pids:
+        del _strangers[pid]
+    for pid in pids:
         try:
+            began = _began(pid)
+            if _strangers.get(pid) == began:
+                continue
             environment = Path("/proc", pid, "environ").read_bytes().split(b"\0")
             command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:  # it has ended, or is somebody else's
             continue
         if mine not in environment:
             if any(environment):  # an empty one may belong to a process that is just being started
-                _strangers.add(pid)
+                _strangers[pid] = began
         elif (
             wanted in environment and "multiprocessing.resource_tracker" not in command
         ):  # it ends with this one
             found[int(pid)] = command
     return found
+
+
+def _began(pid: str) -> bytes:
+    """When a process began, in ticks since the machine did."""
+    return Path("/proc", pid, "stat").read_bytes().rpartition(b")")[2].split()[19]

@@ -41,7 +41,11 @@ def test_a_number_that_was_a_strangers_may_be_a_tests(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with subprocess.Popen(["sleep", "60"]) as mine:
-        monkeypatch.setattr(processes, "_strangers", {str(mine.pid), "999999999"})
+        pid = str(mine.pid)
+        began = processes._began(pid)
+        monkeypatch.setattr(processes, "_strangers", {pid: began, "999999999": b"1"})
         assert mine.pid not in processes.left_by(request.node.nodeid), "it is known as one that is not"
         assert "999999999" not in processes._strangers, "those that have ended are forgotten"
+        processes._strangers[pid] = b"1"  # another one had its number, and has ended unnoticed
+        assert mine.pid in processes.left_by(request.node.nodeid)
         mine.kill()
