@@ -87,7 +87,7 @@ class _VectorModel(models.PrimitiveModel):
 # and for LLVM vectors alike; ``_like`` is the type that a result must be cast to.
 
 
-def _each(builder, build, *vectors):
+def each(builder, build, *vectors):
     """Apply an instruction to each element."""
     if VECTORS:
         return build(builder, *vectors)
@@ -158,7 +158,7 @@ def _operator(function, kind, build):
 
     @lower_builtin(function, kind, kind)
     def _lower(context, builder, sig, arguments):
-        return _each(builder, build, *arguments)
+        return each(builder, build, *arguments)
 
 
 for _function, _build in {
@@ -263,7 +263,7 @@ def prefetch(typing_context, address):
 
 def _elementwise(result, kinds, build):
     """What an intrinsic returns if it applies ``build`` to each element."""
-    return result(*kinds), lambda context, builder, sig, arguments: _each(builder, build, *arguments)
+    return result(*kinds), lambda context, builder, sig, arguments: each(builder, build, *arguments)
 
 
 @intrinsic

@@ -15,15 +15,18 @@ them.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from holdfast.kernels.machine import mixed, prefetch
+from holdfast.kernels.simd import COUNT, compiled, each, load, splat, store
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with the one that it is
 # built with: a test compares their checksums.
-BUILT_WITH = {"machine": "4640a77db278"}
+BUILT_WITH = {"simd": "d06c9da87557", "machine": "4640a77db278"}
 
-_compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
 
 _AHEAD = 8
@@ -37,21 +40,29 @@ FINE, BEYOND, UNUSED, TWICE = range(4)
 
 @_inlined
 def _ask(address, count):
-    """Prefetch the cache lines of a record that is needed later: access is random."""
+    """Ask for the cache lines of a record that is needed in a while: rows lie anywhere."""
     for offset in range(0, min(count, _MOST_ASKED), _LINE):
         prefetch(address + offset)
     prefetch(address + count - 4)
 
 
 @_inlined
+def _copy(to, at, words):
+    """Copy a record from one address to another."""
+    for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
+        store(to + w, load(at + w))
+
+
+@_inlined
 def _keep(records, place, changes):
-    """Save a copy of a record before its first update."""
+    """Copy a record as it is before its first update."""
     copied, places, copies, count = changes
     bit = np.uint64(1) << np.uint64(place & 63)
     if not copied[place >> 6] & bit:
         copied[place >> 6] |= bit
         words, n = records.shape[1], count[0]
-        for w in range(words):
+        _copy(copies.ctypes.data + n * words * 4, records.ctypes.data + place * words * 4, words)
+        for w in range(words // COUNT * COUNT, words):
             copies[n, w] = records[place, w]
         places[n] = place
         count[0] = n + 1
@@ -59,7 +70,7 @@ def _keep(records, place, changes):
 
 @_inlined
 def _begin(records, places, i, marks, changes):
-    """Prepare the update of a record: prefetch, mark, keep a copy. Returns its number."""
+    """What comes before each record's update: the record's number."""
     words = records.shape[1]
     if i + _AHEAD < places.shape[0]:
         _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
@@ -70,14 +81,14 @@ def _begin(records, places, i, marks, changes):
     return place
 
 
-@_compiled
+@compiled
 def keep_records(records, places, changes):
-    """Save copies of records that other code is about to change."""
+    """Copy records that are about to be changed by others than the loops below."""
     for i in range(places.shape[0]):
         _keep(records, np.int64(places[i]), changes)
 
 
-@_compiled
+@compiled
 def take_changes(records, changes, k, starts, blocks, differences):
     """Old XOR new of all records that are copied, by member (place % k), and forget the copies.
 
@@ -99,7 +110,11 @@ def take_changes(records, changes, k, starts, blocks, differences):
         starts[place % k] += 1
         blocks[to] = place // k
         copied[place >> 6] = np.uint64(0)
-        for w in range(words):
+        old, new = copies.ctypes.data + i * words * 4, records.ctypes.data + place * words * 4
+        out = differences.ctypes.data + to * words * 4
+        for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
+            store(out + w, _xor(load(old + w), load(new + w)))
+        for w in range(words // COUNT * COUNT, words):
             differences[to, w] = copies[i, w] ^ records[place, w]
     for m in range(k, 0, -1):
         starts[m] = starts[m - 1]
@@ -107,42 +122,115 @@ def take_changes(records, changes, k, starts, blocks, differences):
     count[0] = 0
 
 
-@_compiled
+@intrinsic
+def _xor(typing_context, a, b):
+    """Of the bits of two vectors of floats."""
+
+    def build(builder, one, other):
+        integer = ir.IntType(32)
+        kind = ir.VectorType(integer, COUNT) if isinstance(one.type, ir.VectorType) else integer
+        bits = [builder.bitcast(value, kind) for value in (one, other)]
+        return builder.bitcast(builder.xor(*bits), one.type)
+
+    def generate(context, builder, sig, arguments):
+        return each(builder, build, *arguments)
+
+    return a(a, b), generate
+
+
+@intrinsic
+def _root(typing_context, value):
+    """The square root of a float32, or of each of a vector."""
+
+    def build(builder, value):
+        kind = value.type
+        name = "llvm.sqrt.v8f32" if isinstance(kind, ir.VectorType) else "llvm.sqrt.f32"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name)
+        return builder.call(function, [value])
+
+    def generate(context, builder, sig, arguments):
+        if sig.args[0] is types.float32:
+            return build(builder, *arguments)
+        return each(builder, build, *arguments)
+
+    return value(value), generate
+
+
+# Each optimizer is a formula, which is for one float32 or for eight side by side, and a loop that applies it:
+# eight columns at a time, then the few that are left. LLVM would find the eight by itself only in long rows,
+# and slices of rows would be counted as references.
+
+
+@_inlined
+def _sgd(w, g, lr):
+    return w - lr * g
+
+
+@compiled
 def update_sgd(records, places, gradients, lr, marks, changes):
     """w -= lr g"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
-        for d in range(dim):
-            floats[place, d] -= lr * gradients[i, d]
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            store(at + d, _sgd(load(at + d), load(of + d), splat(lr)))
+        for d in range(some, dim):
+            floats[place, d] = _sgd(floats[place, d], gradients[i, d], lr)
 
 
-@_compiled
+@_inlined
+def _momentum(w, b, g, lr, momentum):
+    moved = b * momentum + g
+    return w - lr * moved, moved
+
+
+@compiled
 def update_momentum(records, places, gradients, lr, momentum, marks, changes):
     """b = momentum b + g; w -= lr b"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
-        for d in range(dim):
-            moved = floats[place, dim + d] * momentum + gradients[i, d]
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            b = at + dim * 4 + d
+            weight, moved = _momentum(load(at + d), load(b), load(of + d), splat(lr), splat(momentum))
+            store(at + d, weight)
+            store(b, moved)
+        for d in range(some, dim):
+            weight, moved = _momentum(floats[place, d], floats[place, dim + d], gradients[i, d], lr, momentum)
+            floats[place, d] = weight
             floats[place, dim + d] = moved
-            floats[place, d] -= lr * moved
 
 
-@_compiled
+@_inlined
+def _adagrad(w, s, g, lr, eps):
+    total = s + g * g
+    return w - lr * (g / (_root(total) + eps)), total
+
+
+@compiled
 def update_adagrad(records, places, gradients, lr, eps, marks, changes):
     """s += g²; w -= lr g / (sqrt(s) + eps)"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
-        for d in range(dim):
-            g = gradients[i, d]
-            total = floats[place, dim + d] + g * g
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            s = at + dim * 4 + d
+            weights, totals = _adagrad(load(at + d), load(s), load(of + d), splat(lr), splat(eps))
+            store(at + d, weights)
+            store(s, totals)
+        for d in range(some, dim):
+            weight, total = _adagrad(floats[place, d], floats[place, dim + d], gradients[i, d], lr, eps)
+            floats[place, d] = weight
             floats[place, dim + d] = total
-            floats[place, d] -= lr * (g / (np.sqrt(total) + eps))
 
 
 @_inlined
@@ -169,18 +257,27 @@ def _square_sum(gradients, i):
     return total
 
 
-@_compiled
+@_inlined
+def _scaled(w, g, divisor, lr):
+    return w - lr * (g / divisor)
+
+
+@compiled
 def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, changes):
     """s += mean of g²; w -= lr g / (sqrt(s) + eps)"""
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
         total = floats[place, dim] + _square_sum(gradients, i) / np.float32(dim)
         floats[place, dim] = total
         divisor = np.sqrt(total) + eps
-        for d in range(dim):
-            floats[place, d] -= lr * (gradients[i, d] / divisor)
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            store(at + d, _scaled(load(at + d), load(of + d), splat(divisor), splat(lr)))
+        for d in range(some, dim):
+            floats[place, d] = _scaled(floats[place, d], gradients[i, d], divisor, lr)
 
 
 @_inlined
@@ -195,7 +292,14 @@ def _power(base, exponent):
     return result
 
 
-@_compiled
+@_inlined
+def _adam(w, m, v, g, part1, part2, size, eps):
+    m = m + (g - m) * part1
+    v = v + (g * g - v) * part2
+    return w - size * (m / (_root(v) + eps)), m, v
+
+
+@compiled
 def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, changes):
     """m += (1 - beta1)(g - m); v += (1 - beta2)(g² - v); w -= size m / (sqrt(v) + eps)
 
@@ -204,22 +308,46 @@ def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, change
     """
     floats = records.view(np.float32)
     dim = gradients.shape[1]
+    some = dim // COUNT * COUNT
     part1, part2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(places.shape[0]):
         place = _begin(records, places, i, marks, changes)
         step = np.int64(records[place, 3 * dim]) + 1
         records[place, 3 * dim] = np.uint32(step)
         size = np.float32(lr * np.sqrt(1.0 - _power(beta2, step)) / (1.0 - _power(beta1, step)))
-        for d in range(dim):
-            g, m, v = gradients[i, d], floats[place, dim + d], floats[place, 2 * dim + d]
-            m += (g - m) * part1
-            v += (g * g - v) * part2
-            floats[place, dim + d] = m
-            floats[place, 2 * dim + d] = v
-            floats[place, d] -= size * (m / (np.sqrt(v) + eps))
+        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            m, v = at + dim * 4 + d, at + dim * 8 + d
+            weights, means, squares = _adam(
+                load(at + d),
+                load(m),
+                load(v),
+                load(of + d),
+                splat(part1),
+                splat(part2),
+                splat(size),
+                splat(eps),
+            )
+            store(at + d, weights)
+            store(m, means)
+            store(v, squares)
+        for d in range(some, dim):
+            weight, mean, square = _adam(
+                floats[place, d],
+                floats[place, dim + d],
+                floats[place, 2 * dim + d],
+                gradients[i, d],
+                part1,
+                part2,
+                size,
+                eps,
+            )
+            floats[place, d] = weight
+            floats[place, dim + d] = mean
+            floats[place, 2 * dim + d] = square
 
 
-@_compiled
+@compiled
 def check_places(places, server, servers, k, r, groups, rows, seen):
     """Whether places name different records that stand for rows: (what is wrong, where in ``places``).
 
@@ -255,7 +383,7 @@ def check_places(places, server, servers, k, r, groups, rows, seen):
 
 @_inlined
 def _ring(server, servers, groups):
-    """The ring of a server, the ring's size, and the server's number in it."""
+    """Which group of servers one is in, how many are, and its number among them."""
     group = server % groups
     return group, (servers - group + groups - 1) // groups, server // groups
 
@@ -268,21 +396,24 @@ def _row_of(place, ring, servers, k, r, groups):
     return (place // k * servers + group + (index - r - member) % count * groups) * k + member
 
 
-@_compiled
+@compiled
 def gather_weights(records, places, out):
     """Copy the first words of each record to ``out``, float32 [places, dim]."""
     floats = records.view(np.float32)
     dim = out.shape[1]
-    row_bytes = records.shape[1] * 4
+    row_bytes, some = records.shape[1] * 4, dim // COUNT * COUNT
     for i in range(places.shape[0]):
         if i + _AHEAD < places.shape[0]:
             _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * row_bytes, dim * 4)
         place = np.int64(places[i])
-        for d in range(dim):
+        at, to = records.ctypes.data + place * row_bytes, out.ctypes.data + i * dim * 4
+        for d in range(0, some * 4, COUNT * 4):
+            store(to + d, load(at + d))
+        for d in range(some, dim):
             out[i, d] = floats[place, d]
 
 
-@_compiled
+@compiled
 def fill_uniform(records, dim, server, servers, k, r, groups, firsts, keys, scales):
     """Write the first weights of all rows; records that stand for no row are left as they are."""
     floats = records.view(np.float32)
@@ -293,7 +424,7 @@ def fill_uniform(records, dim, server, servers, k, r, groups, firsts, keys, scal
             _draw(floats, place, dim, row, firsts, keys, scales)
 
 
-@_compiled
+@compiled
 def first_values(out, dim, rows, firsts, keys, scales):
     """Write the first weights of rows[i] to out[i]; of those beyond the last row, it is left as it is."""
     floats = out.view(np.float32)
