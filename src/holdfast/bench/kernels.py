@@ -1,7 +1,8 @@
 """``bench kernels``: what the hand-written kernels gain over their plain fallbacks.
 
-``simd``: rows per second of a codec whose loops use LLVM vectors, over those of the same codec with
-``HOLDFAST_SIMD=0``. Each side is a process of its own, since the choice is made at import; they take turns.
+``simd``: rows per second of a codec, or of a server's update of rows, whose loops use LLVM vectors, over those
+of the same loops with ``HOLDFAST_SIMD=0``. Each side is a process of its own, since the choice is made at
+import; they take turns.
 
 ``openmp``: the stall of ``Checkpointer.save`` right after a training step, with rows copied by a thread of
 our own (``HOLDFAST_OPENMP=0``), over the stall with rows copied by PyTorch's threads.
@@ -14,13 +15,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.bench.harness import Report, Spread, interleave, ratio, stopwatch
 from holdfast.checkpoint.codecs.quantize import LogCodec, RowCodec, UniformCodec
+from holdfast.coding.placement import Placement
 from holdfast.kernels import openmp
+from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
+from holdfast.tables.shard import GroupShard
 
 CODECS: dict[str, RowCodec] = {
     "adaptive.2": UniformCodec(2, method="adaptive"),
@@ -31,7 +37,11 @@ CODECS: dict[str, RowCodec] = {
 CASES = [
     *(("encode", name) for name in CODECS),
     *(("decode", name) for name in CODECS if name != "log.8"),  # whose decoder is a table lookup
+    ("update", "sgd"),
+    ("update", "adagrad"),
+    ("update", "adam"),
 ]
+_TABLE_ROWS = 200_000
 
 
 def run(report: Report) -> None:
@@ -45,9 +55,9 @@ def run(report: Report) -> None:
 
 
 def measure_simd(report: Report, *, rows: int, rounds: int, dims: tuple[int, ...] = (16, 64)) -> None:
-    """Rows per second of codecs, vectors over scalars, on one thread."""
+    """Rows per second of codecs and updates, vectors over scalars, on one thread."""
     report.settings.update(simd_rows=rows, simd_rounds=rounds, dims=list(dims))
-    with _CodecProcess(vectors=True) as vectors, _CodecProcess(vectors=False) as scalars:
+    with _KernelProcess(vectors=True) as vectors, _KernelProcess(vectors=False) as scalars:
         for dim in dims:
             for work, name in CASES:
                 case = f"{work} {name} {rows} {dim}"
@@ -58,8 +68,8 @@ def measure_simd(report: Report, *, rows: int, rounds: int, dims: tuple[int, ...
                 report.figure(f"simd.{work}.{name}.dim{dim}", ratio(seconds["scalars"], seconds["vectors"]))
 
 
-class _CodecProcess:
-    """A process that times codecs, with or without vectors."""
+class _KernelProcess:
+    """A process that times loops, with or without vectors."""
 
     def __init__(self, *, vectors: bool) -> None:
         self._process = subprocess.Popen(
@@ -83,7 +93,7 @@ class _CodecProcess:
 
         return seconds
 
-    def __enter__(self) -> _CodecProcess:
+    def __enter__(self) -> _KernelProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,7 +104,10 @@ def answer_cases() -> None:
     """For each line of input, run that case and print its seconds."""
     for line in sys.stdin:
         work, name, rows, dim = line.split()
-        print(time_codec(CODECS[name], int(rows), int(dim), encode=work == "encode"), flush=True)
+        if work == "update":
+            print(time_update(name, int(rows), int(dim)), flush=True)
+        else:
+            print(time_codec(CODECS[name], int(rows), int(dim), encode=work == "encode"), flush=True)
 
 
 def time_codec(codec: RowCodec, rows: int, dim: int, *, encode: bool) -> float:
@@ -106,6 +119,22 @@ def time_codec(codec: RowCodec, rows: int, dim: int, *, encode: bool) -> float:
     stored = np.zeros((rows, codec.stored_bytes(dim)), np.uint8)
     seconds = stopwatch(lambda: codec.encode(values, stored))
     return seconds if encode else stopwatch(lambda: codec.decode(stored, values))
+
+
+def time_update(optimizer: Any, rows: int, dim: int) -> float:
+    """Seconds of a push of so many rows to a server's table."""
+    shard = _shard(optimizer, dim)
+    random = np.random.default_rng(dim)
+    places = np.sort(random.choice(_TABLE_ROWS, rows, replace=False)).astype(np.uint32)
+    gradients = random.normal(size=(rows, dim)).astype(np.float32)
+    return stopwatch(lambda: shard.push(places, gradients))
+
+
+@cache
+def _shard(optimizer: Any, dim: int) -> GroupShard:
+    plan = OptimizerPlan(name=optimizer, lr=0.01)
+    group = GroupPlan(name="t", dim=dim, tables=(TablePlan("t", _TABLE_ROWS),), optimizer=plan)
+    return GroupShard(group, Placement(1, 1, 0), 0, seed=1)
 
 
 def measure_openmp(report: Report, *, rounds: int, max_rows: int, threads: int = 2) -> None:
