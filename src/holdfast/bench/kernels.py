@@ -1,8 +1,8 @@
 """``bench kernels``: what the hand-written kernels gain over their plain fallbacks.
 
-``simd``: rows per second of a codec, or of a server's update of rows, whose loops use LLVM vectors, over those
-of the same loops with ``HOLDFAST_SIMD=0``. Each side is a process of its own, since the choice is made at
-import; they take turns.
+``simd``: rows per second of a codec, or of a server's update of rows, whose loops use LLVM vectors, over
+those of the same loops with ``HOLDFAST_SIMD=0``. Each side is a process of its own, since the choice is made
+at import; they take turns.
 
 ``openmp``: the stall of ``Checkpointer.save`` right after a training step, with rows copied by a thread of
 our own (``HOLDFAST_OPENMP=0``), over the stall with rows copied by PyTorch's threads.
