@@ -7,6 +7,7 @@
     │   ├── ModelMismatch        a checkpoint of another model
     │   ├── UnsupportedState     a value that is not plain data
     │   └── SaveFailed           a save failed in the background
+    │       └── SaveVoid             rows changed before they were read
     ├── ConfigError          an invalid configuration or option
     ├── DataError            unreadable training data
     │   ├── BadLine          an invalid line, with file and line number
@@ -77,6 +78,14 @@ class SaveFailed(CheckpointError):
     """
 
     version: int | None = None
+
+
+class SaveVoid(SaveFailed):
+    """A save was given up because rows changed, unannounced, before they were read from memory.
+
+    ``Checkpointer.step`` and ``save`` do not raise it: they save again, and copy such tables at once from
+    then on. ``wait`` and ``close`` raise it, as the version does not exist.
+    """
 
 
 class ConfigError(HoldfastError):

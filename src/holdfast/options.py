@@ -211,8 +211,8 @@ class Policy(Struct, frozen=True):
             full precision: only a restore loads rounded weights.
         quantize_state: store per-row optimizer state in 16 bits (bfloat16: error at most 0.4 %) or 8 bits
             (logarithmic steps: error at most 4.4 %, for momentum 9 %). None stores it unchanged.
-        background_share: maximum share of one processor for quantizing, and for writing quantized rows,
-            during training.
+        background_share: maximum share of one processor for quantizing, for writing quantized rows, and for
+            writing baselines, during training.
         prioritize: save the most important rows first, for partial recovery (CPR): "mfu", those looked up
             most often since they were saved; "ssu", those seen in a sample of the batches; "scar", those
             that changed most. ``step()`` then saves a ``fraction`` of the rows of the largest tables after
@@ -225,6 +225,9 @@ class Policy(Struct, frozen=True):
             to find unreported changes: a rotating slice in every ``step()`` and ``save()``. "all" compares
             every row at each save instead, so that no version misses a change; use it for debugging. 0 keeps
             no digests (8 bytes per row), and saves whole tables if any of their rows may have changed.
+        max_memory: maximum number of bytes that a baseline may take beyond the tables while it is written,
+            by default 5 % of the tables plus 256 MB. Rows that training changes before they are written are
+            copied first. If these copies exceed the limit, training waits (``SaveReport.waited_seconds``).
     """
 
     every_steps: int | None = None
@@ -243,6 +246,7 @@ class Policy(Struct, frozen=True):
     prioritize: PriorityName | None = None
     fraction: float = PRIORITIZED_FRACTION
     verify: float | Literal["all"] = VERIFIED_SHARE
+    max_memory: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str) and self.strategy in _BY_NAME:
@@ -253,6 +257,7 @@ class Policy(Struct, frozen=True):
             "keep": (int | None, "a whole number or None"),
             "keep_every": (int | None, "a whole number or None"),
             "save_last": (bool, "True or False"),
+            "max_memory": (int | None, "a number of bytes or None"),
         }
         for name, (kind, said) in kinds.items():
             if not isinstance(getattr(self, name), kind):
@@ -263,6 +268,7 @@ class Policy(Struct, frozen=True):
         _at_least("every_seconds", self.every_seconds, 0)
         _at_least("keep", self.keep, 1)
         _at_least("keep_every", self.keep_every, 1)
+        _at_least("max_memory", self.max_memory, 1)
         _at_least("keep_seconds", self.keep_seconds, 0)
         _at_least("deletion_delay_seconds", self.deletion_delay_seconds, 0)
         _at_least("lock_wait_seconds", self.lock_wait_seconds, 0)

@@ -46,7 +46,7 @@ from holdfast.checkpoint.torch.fit import some
 from holdfast.checkpoint.torch.read_ahead import ReadAhead
 from holdfast.checkpoint.torch.source import TrainingSource
 from holdfast.checkpoint.torch.state import TrainingObjects
-from holdfast.checkpoint.torch.watch import Watch
+from holdfast.checkpoint.torch.watch import WRITTEN, Watch
 from holdfast.errors import (
     CheckpointError,
     ConfigError,
@@ -54,6 +54,7 @@ from holdfast.errors import (
     HoldfastError,
     NoSuchVersion,
     SaveFailed,
+    SaveVoid,
     StoreError,
     threads_explained,
 )
@@ -147,10 +148,15 @@ class Checkpointer:
         self._check_open()
         # First: the step counts as told even if this call raises the error of an earlier save.
         self._last_step, self._told, self._told_version = step, (step, metadata), None
-        self._writer.collect()
+        void = False
+        try:
+            self._writer.collect()
+        except SaveVoid as error:
+            log.warning("saving again: %s", error)
+            void = True
         self._check_some()
         self._read_ahead.told(step)
-        if not self._schedule.is_due(step, time.monotonic()):
+        if not void and not self._schedule.is_due(step, time.monotonic()):
             return None
         return self._save(step, metadata, whole=self.policy.prioritize is None)
 
@@ -265,11 +271,13 @@ class Checkpointer:
             # Otherwise PyTorch's write count makes the next save compare the table: there may be other
             # writes.
             self._watch.accept(table)
+        self._writer.note_outside_change(table)
+        why = "rows were marked that had been changed outside of training"
         if rows is None:
-            self._writer.tracker.suspect(table)
+            self._writer.tracker.suspect(table, late=why)
         else:
             count = len(self._objects.tables[table].weight)
-            self._writer.tracker.mark(table, _row_ids(rows, table, count))
+            self._writer.tracker.mark(table, _row_ids(rows, table, count), late=why)
 
     def check(self) -> int:
         """Compare every unmarked row with its digest now; returns how many rows have changed unseen.
@@ -280,7 +288,7 @@ class Checkpointer:
         self._check_open()
         self._source.find_tables()
         for table in self._watch.written():
-            self._writer.tracker.suspect(table)
+            self._writer.tracker.suspect(table, late=WRITTEN)
         unseen = self._objects.tables_with_unseen_changes()
         trusted = [n for n in self._objects.tables if n not in unseen and not self._is_suspect(n)]
         found = self._writer.check(trusted)

@@ -64,9 +64,7 @@ def _gather(addresses, firsts, ids, begin, end, target, row_bytes):
             _prefetch_row(addresses[ahead] + (coming - firsts[ahead]) * row_bytes, row_bytes)
         while ids[i] >= firsts[table + 1]:
             table += 1
-        _copy_bytes(
-            addresses[table] + (ids[i] - firsts[table]) * row_bytes, target + i * row_bytes, row_bytes
-        )
+        copy_bytes(addresses[table] + (ids[i] - firsts[table]) * row_bytes, target + i * row_bytes, row_bytes)
 
 
 GATHER_NUMBERS = 8
@@ -216,9 +214,7 @@ def _scatter_bytes(addresses, firsts, ids, values, row_bytes, positions):
             _prefetch_row(addresses[ahead] + (coming - firsts[ahead]) * row_bytes, row_bytes)
         while ids[p] >= firsts[table + 1]:
             table += 1
-        _copy_bytes(
-            values + p * row_bytes, addresses[table] + (ids[p] - firsts[table]) * row_bytes, row_bytes
-        )
+        copy_bytes(values + p * row_bytes, addresses[table] + (ids[p] - firsts[table]) * row_bytes, row_bytes)
 
 
 @njit(cache=True, nogil=True)
@@ -238,7 +234,7 @@ def copy_past_caches(target, source):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _copy_bytes(source, target, size):
+def copy_bytes(source, target, size):
     """Copy ``size`` bytes from one memory address to another."""
     at = 0
     while at + LINE <= size:
@@ -265,5 +261,5 @@ def copy_ranges(addresses, sizes, out):
     """Copy sizes[i] bytes from each memory address to ``out``, one after the other."""
     at = np.int64(out.ctypes.data)
     for i in range(addresses.shape[0]):  # a slice assigned to a slice would be copied byte by byte
-        _copy_bytes(addresses[i], at, sizes[i])
+        copy_bytes(addresses[i], at, sizes[i])
         at += sizes[i]

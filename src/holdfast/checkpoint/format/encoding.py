@@ -24,7 +24,7 @@ from holdfast.checkpoint.codecs.quantize import (
     choose_grid_bits,
     from_float32,
 )
-from holdfast.checkpoint.format.records import WEIGHT, Field, Group, Rows, join_rows
+from holdfast.checkpoint.format.records import WEIGHT, Field, Group, Rows, RowSource, join_rows
 from holdfast.options import AutoBits, Policy
 
 BLOCK_BYTES = 4 << 20
@@ -51,15 +51,16 @@ class Encoder:
         self._raw_group = {g.raw_rows_of: n for n, g in enumerate(stored) if g.raw_rows_of is not None}
 
     @classmethod
-    def plan(cls, policy: Policy, restores: int, snapshot: Sequence[Rows], live: Sequence[Group]) -> Encoder:
+    def plan(
+        cls, policy: Policy, restores: int, snapshot: Sequence[RowSource], live: Sequence[Group]
+    ) -> Encoder:
         """For an era that begins with this snapshot, of all rows."""
 
         def grid_bits(number: int, field: Field, bits: int) -> int:
             rows = snapshot[number]
-            some = (
-                np.arange(min(len(rows), _SAMPLED_ROWS)) * len(rows) // max(min(len(rows), _SAMPLED_ROWS), 1)
-            )
-            sample = rows.fields[live[number].fields.index(field)][some]
+            count = min(len(rows), _SAMPLED_ROWS)
+            sampled = rows.take(np.arange(count) * len(rows) // max(count, 1))
+            sample = sampled.fields[live[number].fields.index(field)]
             return choose_grid_bits(as_float32(sample, field.dtype), bits)
 
         return cls(live, _stored_groups(live, policy, restores, grid_bits))
@@ -93,34 +94,32 @@ class Encoder:
         return any(group.is_coded for group in self.stored)
 
     def blocks_ahead(
-        self, rows: Sequence[Rows], share: float, stopped: Callable[[], bool] = lambda: False
+        self, rows: Sequence[RowSource], share: float, stopped: Callable[[], bool] = lambda: False
     ) -> Generator[tuple[int, Rows], None, None]:
         """What ``blocks`` gives, encoded by a thread of its own if there is something to encode.
 
-        ``share`` is how much of a processor's time encoding and writing may take; nothing rests any more
-        when ``stopped`` says so. Close it when you need no more of it: that ends the thread.
+        ``share`` is how much of a processor's time encoding and writing may take; nothing rests while
+        ``stopped`` says so. Close it when you need no more of it: that ends the thread.
         """
         blocks = self.blocks(rows)
+        throttle = Throttle(share, stopped)  # of two threads, if one encodes and one writes
         if not self.is_coded:
-            return blocks
+            return blocks if share == 1 else throttle.after_each(blocks)
         if share == 1:
             return computed_ahead(blocks, _BLOCKS_AHEAD)
-        throttle = Throttle(share, stopped)  # of two threads: one encodes, one writes
         return throttle.after_each(computed_ahead(throttle.after_each(blocks), _BLOCKS_AHEAD))
 
-    def blocks(self, snapshot: Sequence[Rows]) -> Generator[tuple[int, Rows], None, None]:
+    def blocks(self, snapshot: Sequence[RowSource]) -> Generator[tuple[int, Rows], None, None]:
         """(Number of the stored group, rows), block by block, of the rows of each live group."""
         for number, rows in enumerate(snapshot):
             group = self.stored[number]
             if not group.is_coded:
-                yield number, rows
+                for part in rows.parts():
+                    yield number, part
                 continue
             step = max(1, BLOCK_BYTES // self.live[number].record_bytes)
             raw: list[Rows] = []
-            for begin in range(0, len(rows), step):
-                part = Rows(
-                    rows.ids[begin : begin + step], tuple(f[begin : begin + step] for f in rows.fields)
-                )
+            for part in rows.parts(step):
                 coded, is_raw = _encode(group, part)
                 if is_raw.any():
                     raw.append(part.take(np.flatnonzero(is_raw)))

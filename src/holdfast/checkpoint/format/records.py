@@ -11,9 +11,9 @@ Tables whose records look alike form a *group* and share one numbering: row ``i`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,10 +165,30 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def parts(self, most_rows: int | None = None) -> Iterator[Rows]:
+        """The same records, in parts of at most so many; None: in one."""
+        most_rows = most_rows or max(len(self), 1)
+        for begin in range(0, len(self), most_rows):
+            end = begin + most_rows
+            yield Rows(self.ids[begin:end], tuple(field[begin:end] for field in self.fields))
+
     def take(self, positions: NDArray[np.int64]) -> Rows:
         """The records at these positions."""
         # mode="clip" skips a check of all positions first, and copies each row as one block.
         return Rows(self.ids[positions], tuple(np.take(f, positions, 0, mode="clip") for f in self.fields))
+
+
+class RowSource(Protocol):
+    """Records of a group, in ascending order of ids, that a version is written from: ``Rows``, or rows that
+    are still in the tables' memory (``memory/copy_on_write.py``), which can be read only once."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, positions: NDArray[np.int64], /) -> Rows:
+        """The records at these positions; only before ``parts``."""
+
+    def parts(self, most_rows: int | None = None) -> Iterator[Rows]:
+        """All records, in parts of at most so many; None: in parts of any size."""
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Written:
     entry: FileEntry
     pieces: tuple[Piece, ...]
     ids: tuple[RowIds, ...]
-    """The rows of each piece."""
+    """The rows of each piece; of a baseline's none, which has all of them and would take much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,13 @@ class ShardChange:
         return FileChange(added, self.removed, self.updated, written, self.replaced)
 
 
+class Puts(Protocol):
+    """Where files are written to: a ``Store``, or something in front of one."""
+
+    def put(self, name: str, parts: Sequence[Any], /) -> int:
+        """See ``Store.put``."""
+
+
 class FileWriter:
     """Writes the chunk files of one shard."""
 
@@ -58,7 +65,7 @@ class FileWriter:
 
     def write(
         self,
-        store: Store,
+        store: Puts,
         version: int,
         kind: FileKind,
         pieces: Iterable[NewPiece],
@@ -100,7 +107,7 @@ class FileWriter:
         if bundle:
             yield bundle
 
-    def _write_file(self, store: Store, version: int, kind: FileKind, pieces: Sequence[NewPiece]) -> Written:
+    def _write_file(self, store: Puts, version: int, kind: FileKind, pieces: Sequence[NewPiece]) -> Written:
         encoded = encode_file(pieces, [g.fields for g in self.groups])
         name = f"chunks/{version:08}-{self.shard:04}-{kind}-{secrets.token_hex(6)}.safetensors"
         store.put(name, encoded.parts)
@@ -116,7 +123,8 @@ class FileWriter:
             last_died=max(p.last_died for p in encoded.pieces),
             rows=sum(p.rows for p in encoded.pieces),
         )
-        return Written(entry, encoded.pieces, tuple(piece.rows.ids for piece in pieces))
+        ids = () if kind == "baseline" else tuple(piece.rows.ids for piece in pieces)
+        return Written(entry, encoded.pieces, ids)
 
 
 def read_indexes(store: Store, entry: FileEntry, groups: Sequence[Group]) -> Iterator[tuple[int, Index]]:

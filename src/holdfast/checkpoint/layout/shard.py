@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from holdfast.checkpoint.format.chunk import OPEN, NewPiece
 from holdfast.checkpoint.format.manifest import Era
 from holdfast.checkpoint.format.records import Group, RowIds, Rows
-from holdfast.checkpoint.layout.bundles import FileWriter, ShardChange, read_indexes
+from holdfast.checkpoint.layout.bundles import FileWriter, Puts, ShardChange, read_indexes
 from holdfast.checkpoint.layout.rearrange_rounds import Rounds
 from holdfast.checkpoint.layout.rearrange_two_d import TwoD
 from holdfast.checkpoint.store import Store
@@ -91,16 +91,18 @@ class Shard:
 
     def write(
         self,
-        store: Store,
+        store: Puts,
         version: int,
         blocks: Iterable[tuple[int, Rows]],
         *,
         baseline: bool,
         check: Callable[[], None] = lambda: None,
+        file_bytes: int | None = None,
     ) -> ShardChange:
         """Write rows (of which group, which) as the files of a version; of a group in ascending order.
 
         ``check`` is called before each piece, at least once between two files: what it raises ends this.
+        ``file_bytes`` is about the size of the largest file, in memory until it is written.
         """
         differential = isinstance(self.strategy, Differential) and not baseline
 
@@ -118,7 +120,7 @@ class Shard:
                     yield part
 
         kind: Literal["baseline", "increment"] = "baseline" if baseline else "increment"
-        return ShardChange(version, kind, self._files.write(store, version, kind, pieces()))
+        return ShardChange(version, kind, self._files.write(store, version, kind, pieces(), file_bytes))
 
     def apply(self, change: ShardChange) -> None:
         """A manifest with this change is durable: it is now part of the store."""

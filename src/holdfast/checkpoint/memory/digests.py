@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.format.records import Group, Rows, Table
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.tracker import Tracker
-from holdfast.kernels.digests import digest_rows
+from holdfast.kernels.digests import UNKNOWN, digest_rows
 
 LONGEST_CHECK_SECONDS = 0.02
 """Seconds per call: unused time accumulates up to this limit."""
@@ -93,15 +93,33 @@ class RowDigests:
             live.mark_changed(group, 0, len(digests), digests, nothing, mark_unknown=False)
         self.verified(self._tables, version)
 
-    def note(self, version: int, rows: Sequence[Rows], *, baseline: bool) -> None:
-        """Record the digests of the rows that a version holds, for each group; a baseline holds all rows."""
-        for group, some in enumerate(rows):
-            if len(some):
-                addresses = np.array([[field.ctypes.data] for field in some.fields], np.int64)
-                row_bytes = np.array([field.shape[1] for field in some.fields], np.int64)
-                digest_rows(addresses, row_bytes, some.ids, self._digests[group])
-        if baseline:
-            self.verified(self._tables, version)
+    def note(self, group: int, rows: Rows) -> None:
+        """Record the digests of rows of a group that a version holds."""
+        addresses = np.array([[field.ctypes.data] for field in rows.fields], np.int64)
+        row_bytes = np.array([field.shape[1] for field in rows.fields], np.int64)
+        digest_rows(addresses, row_bytes, rows.ids, self._digests[group])
+
+    def note_unchanged(self, group: int, rows: Rows, unchanged: NDArray[np.bool_]) -> dict[str, int]:
+        """The same, where some rows should be unchanged: in which tables they are not, and how many.
+
+        Rows whose digest was not known before are not counted.
+        """
+        before = self._digests[group][rows.ids]
+        self.note(group, rows)
+        differ = unchanged & (before != UNKNOWN) & (before != self._digests[group][rows.ids])
+        found: dict[str, int] = {}
+        if differ.any():
+            ids = rows.ids[differ]
+            for name, checked in self._tables.items():
+                first = checked.table.first
+                count = int(((ids >= first) & (ids < first + checked.table.rows)).sum())
+                if checked.group == group and count:
+                    found[name] = count
+        return found
+
+    def last_verified(self, table: str) -> int:
+        """The last version that is known to miss no change of any row of a table."""
+        return int(self._tables[table].verified.min())
 
     def verified(self, tables: Iterable[str], version: int) -> None:
         """Record that this version misses no change of these tables."""

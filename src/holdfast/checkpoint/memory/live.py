@@ -105,6 +105,22 @@ class LiveTables:
                 )
             at = stop
 
+    def addresses(self, group: int, table: int) -> NDArray[np.int64]:
+        """Where each field of a group's table begins in memory."""
+        return np.ascontiguousarray(self._addresses[group][:, table])
+
+    def copy_range(self, group: int, begin: int, end: int, out: Sequence[Bytes2D]) -> None:
+        """Copy contiguous rows to ``out`` (for each field). They may change meanwhile: copies may be torn."""
+        firsts = self._firsts[group]
+        at = begin
+        while at < end:
+            table = int(firsts.searchsorted(at, "right")) - 1
+            first, behind = firsts[table : table + 2].tolist()
+            stop = min(end, behind)
+            for live, copy in zip(self._live[group][table], out, strict=True):
+                copy[at - begin : stop - begin] = live[at - first : stop - first]
+            at = stop
+
     def start_gather(self, wanted: Sequence[RowIds], out: Sequence[Sequence[Bytes2D]]) -> Gather:
         """Start copying rows (ascending ids, for each group) to ``out`` (for each group and field).
 

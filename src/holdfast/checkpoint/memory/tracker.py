@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.format.records import Group, RowIds
+from holdfast.checkpoint.format.records import Group, RowIds, Table
+from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite
 from holdfast.checkpoint.memory.priority import Priority
 from holdfast.kernels.ids import count_marked, mark_rows, marked_rows, unmark_rows
 
@@ -93,6 +94,8 @@ class Tracker:
         self.groups = tuple(groups)
         self._places = {t.name: (g, t) for g, group in enumerate(groups) for t in group.tables}
         self._changed = [RowSet(group.rows) for group in groups]
+        self.snapshot: CopyOnWrite | None = None
+        """The snapshot that must hear of rows before they change."""
         self._priorities = dict(priorities or {})
         self._spaces = [np.empty(1024, np.int64) for _ in groups]
         self._taken: list[RowIds] | None = None
@@ -107,16 +110,39 @@ class Tracker:
         """The names of all tables."""
         return self._places.keys()
 
-    def mark(self, table: str, ids: NDArray[np.int64], *, counts: bool = True) -> None:
-        """These rows of a table change. Priorities go by how often that is said, unless it ``counts`` not."""
+    def mark(
+        self, table: str, ids: NDArray[np.int64], *, counts: bool = True, late: str | None = None
+    ) -> None:
+        """These rows of a table are about to change; or have changed, for the reason ``late``.
+
+        Priorities go by how often that is said, unless it ``counts`` not.
+        """
         group, place = self._places[table]
+        if self.snapshot is not None:
+            if late is None:
+                self.snapshot.about_to_change(table, ids)
+            elif not self._are_marked(group, place, ids):  # else they were announced before
+                self.snapshot.changed_unannounced(table, late)
         with self._lock:
             self._changed[group].add(ids, place.first, place.rows)
             if counts and table in self._priorities:
                 self._priorities[table].touched(ids)
 
-    def suspect(self, table: str) -> None:
-        """Record that any row of the table may have changed; ``take`` finds out which ones have."""
+    def _are_marked(self, group: int, place: Table, ids: NDArray[np.int64]) -> bool:
+        inside = ids[(ids >= 0) & (ids < place.rows)] + place.first
+        with self._lock:
+            return bool(self._changed[group].contains(inside).all())
+
+    def suspect(self, table: str, *, late: str | None = None) -> None:
+        """Any row of the table may change now, or may have changed, for the reason ``late``.
+
+        ``take`` finds out which ones have.
+        """
+        if self.snapshot is not None:
+            if late is None:
+                self.snapshot.all_about_to_change(table)
+            else:
+                self.snapshot.changed_unannounced(table, late)
         with self._lock:
             self._suspects.add(table)
 
@@ -200,6 +226,17 @@ class Tracker:
         ids = self._taken[group]
         begin, end = np.searchsorted(ids, [place.first, place.first + place.rows])
         return ids[begin:end] - place.first
+
+    def taken_rows(self) -> list[RowSet]:
+        """The rows of each group that the last ``take`` gave."""
+        sets = [RowSet(group.rows) for group in self.groups]
+        for rows, ids in zip(sets, self._taken or (), strict=False):
+            rows.add(ids)
+        return sets
+
+    def taken_suspects(self) -> Collection[str]:
+        """The tables that were suspected at the last ``take``."""
+        return frozenset(self._taken_suspects)
 
     def confirm(self) -> None:
         """The last snapshot is durable."""

@@ -7,11 +7,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from holdfast.checkpoint.format.encoding import Encoder
-from holdfast.checkpoint.format.records import RowIds, Rows
-from holdfast.checkpoint.layout.bundles import ShardChange
+from holdfast.checkpoint.format.records import RowIds, RowSource
+from holdfast.checkpoint.layout.bundles import Puts, ShardChange
 from holdfast.checkpoint.layout.shard import Shard
+from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite
 from holdfast.checkpoint.memory.tracker import RowSet
-from holdfast.checkpoint.store import Store
+from holdfast.errors import SaveVoid
 from holdfast.options import Differential, Policy
 
 
@@ -24,11 +25,21 @@ class Cancellation:
     """Whether a save is still wanted. One thread cancels it; the writing thread checks."""
 
     cancelled: bool = False
+    snapshot: CopyOnWrite | None = None
+    """The snapshot that is read while the save is written."""
 
     def check(self) -> None:
-        """Between two files or blocks: raise SaveCancelled unless the save is still wanted."""
+        """Between two files or blocks: raise SaveCancelled unless the save is still wanted, and SaveVoid if
+        rows have changed before they could be read."""
         if self.cancelled:
             raise SaveCancelled
+        if self.snapshot is not None and self.snapshot.unannounced:
+            table, why = next(iter(self.snapshot.unannounced.items()))
+            raise SaveVoid(f"rows of {table} changed unannounced while it was written: {why}")
+
+    def hurries(self) -> bool:
+        """Whether somebody waits for the save: it should not rest."""
+        return self.cancelled or (self.snapshot is not None and self.snapshot.is_waited_for)
 
 
 class IncrementRows:
@@ -62,15 +73,18 @@ class IncrementRows:
 
 def write_rows(
     shard: Shard,
-    store: Store,
+    store: Puts,
     encoder: Encoder,
     version: int,
-    rows: Sequence[Rows],
+    rows: Sequence[RowSource],
     *,
     baseline: bool,
     background_share: float,
     wanted: Cancellation,
+    file_bytes: int | None = None,
 ) -> ShardChange:
-    """Encode rows (of each group) and write them as a version's files; raises SaveCancelled."""
-    with closing(encoder.blocks_ahead(rows, background_share, lambda: wanted.cancelled)) as blocks:
-        return shard.write(store, version, blocks, baseline=baseline, check=wanted.check)
+    """Encode rows (of each group) and write them as a version's files; raises what ``wanted`` raises."""
+    with closing(encoder.blocks_ahead(rows, background_share, wanted.hurries)) as blocks:
+        return shard.write(
+            store, version, blocks, baseline=baseline, check=wanted.check, file_bytes=file_bytes
+        )

@@ -2,7 +2,8 @@
 
 ``Writer.save`` is the main path. In the trainer's thread it decides which rows the version holds and copies
 them (the *snapshot*; training waits for nothing else). The background thread writes the files, publishes the
-manifest, and then lets the shard rearrange its files; no save waits for that.
+manifest, and then lets the shard rearrange its files; no save waits for that. The rows of a large version are
+not copied: the background thread reads them while training goes on (``memory/copy_on_write.py``).
 
 The next save may cancel a save until its manifest is published: the trainer sets a flag that the background
 thread checks between files and blocks (``Cancellation``).
@@ -13,6 +14,7 @@ thread uses catalog and shard. The trainer's next call collects the outcome of a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,9 +28,10 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.background import Background, Latch
 from holdfast.checkpoint.format.encoding import Encoder
 from holdfast.checkpoint.format.manifest import Era, Version
-from holdfast.checkpoint.format.records import Bytes2D, Group, Rows
-from holdfast.checkpoint.layout.bundles import ShardChange
+from holdfast.checkpoint.format.records import Bytes2D, Group, RowIds, Rows, RowSource
+from holdfast.checkpoint.layout.bundles import FILE_BYTES, Puts, ShardChange
 from holdfast.checkpoint.layout.shard import Shard
+from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, OnRead, default_max_memory
 from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.memory.live import Gather, LiveTables
 from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
@@ -42,6 +45,7 @@ from holdfast.errors import (
     CorruptCheckpoint,
     ObjectMissing,
     SaveFailed,
+    SaveVoid,
     StoreError,
     StoreFull,
     StoreLocked,
@@ -51,6 +55,9 @@ from holdfast.events import EventLog
 from holdfast.options import AutoBits, BitsChoice, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
+
+COPIED_BYTES = 16 << 20
+"""Tables up to this size are copied at once for a baseline: that takes a few milliseconds."""
 
 UNSEEN_ADVICE = (
     "something wrote to them without PyTorch's version counter (weight.data, NumPy, an extension) or with an "
@@ -70,6 +77,9 @@ class Source(Protocol):
 
     def look(self) -> tuple[LiveTables, Collection[str]]:
         """The current tables, and the names of those in which any row may have changed."""
+
+    def unannounced(self) -> Collection[str]:
+        """Tables of which any row may change without the tracker hearing of it first."""
 
     def capture(self) -> CapturedState:
         """Copy everything that is not rows; training continues when this returns."""
@@ -93,6 +103,11 @@ class SaveReport:
     tidy_seconds: float = 0.0
     cpu_seconds: float = 0.0
     """Processor time of the background thread."""
+    waited_seconds: float = 0.0
+    """How long training waited, after the save had returned, for rows to be read from memory, because copies
+    of changed rows would have exceeded ``Policy.max_memory``."""
+    copied_bytes: int = 0
+    """The most bytes that copies of rows took at a time, which training changed before they were written."""
 
 
 @dataclass
@@ -116,8 +131,10 @@ class _Snapshot:
     """Copies of what a version holds."""
 
     baseline: bool
-    rows: list[Rows]
+    rows: Sequence[RowSource]
     state: CapturedState
+    frozen: CopyOnWrite | None
+    """The rows, if they are read from the tables' memory while the version is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +142,25 @@ class _Copying:
     """Rows of a version while they are copied."""
 
     baseline: bool
-    rows: list[Rows]
+    rows: Sequence[RowSource]
     gather: Gather
+    frozen: CopyOnWrite | None = None
+
+
+class _MakesRoom:
+    """Writes files to a store, and where it is full, again after making room."""
+
+    def __init__(self, store: Puts, make_room: Callable[[], bool]) -> None:
+        self._store, self._make_room = store, make_room
+
+    def put(self, name: str, parts: Sequence[Any]) -> int:
+        """Write a file; see ``Store.put``."""
+        try:
+            return self._store.put(name, parts)
+        except StoreFull:
+            if not self._make_room():
+                raise
+            return self._store.put(name, parts)
 
 
 class Writer:
@@ -169,6 +203,10 @@ class Writer:
         self._digests: RowDigests | None = None
         self._digests_known = False
         self._unverified: dict[int, str] = {}
+        self._unseen_in_baseline: dict[str, int] = {}
+        """How many rows of tables were found to have changed unseen when a baseline read them."""
+        self._copied_at_once: set[str] = set()
+        """Tables whose rows have changed unannounced while a baseline was written."""
 
     def bind(self, tables: LiveTables) -> None:
         """Set the tables to save. New groups begin a new era: the next version holds all rows."""
@@ -241,12 +279,19 @@ class Writer:
             self._digests.check_some(self._tables, self.tracker, self.last_version, seconds, may_check)
         )
 
+    def note_outside_change(self, table: str) -> None:
+        """Rows of a table are changed outside of training: announced, if at all, only afterwards."""
+        self._copied_at_once.add(table)
+
     def note_missed(self, table: str, why: str, complete: int) -> None:
         """Versions after ``complete`` may lack changes of a table."""
+        snapshot = self.tracker.snapshot
+        if snapshot is not None and complete >= self.last_version:  # it has missed none before the snapshot
+            snapshot.changed_unannounced(table, why)
         if self._digests is not None:
             self.check([table])  # finds which rows, and in which versions
             return
-        self.tracker.suspect(table)
+        self.tracker.suspect(table, late=why)
         versions = self._note_unverified(table, complete, why)
         if versions:
             log.warning("%s: %s: versions %d to %d may lack changes", table, why, versions[0], versions[-1])
@@ -262,6 +307,8 @@ class Writer:
     def _note_unseen(self, changes: list[UnseenChange]) -> list[UnseenChange]:
         for change in changes:
             why = f"{change.rows} rows had changed unseen"
+            if self.tracker.snapshot is not None:
+                self.tracker.snapshot.changed_unannounced(change.table, why)
             versions = self._note_unverified(change.table, change.verified, why)
             log.warning(
                 "%d rows of %s have changed unseen; the next version will contain them, and %s: %s",
@@ -328,7 +375,8 @@ class Writer:
         """
         called = time.perf_counter()
         self._saved_wait()
-        self.collect()
+        with contextlib.suppress(SaveVoid):  # this save takes its place
+            self.collect()
         self.catalog.raise_if_fenced_off()
         started = time.perf_counter()
         job: Callable[[], None] | None = None
@@ -336,9 +384,10 @@ class Writer:
             snapshot = self._snapshot(source, whole)
             version = self._next_version
             may_be_cancelled = not self._publisher.last_was_cancelled
-            outcome = _Outcome(version, step, snapshot.baseline, may_be_cancelled)
+            wanted = Cancellation(snapshot=snapshot.frozen)
+            outcome = _Outcome(version, step, snapshot.baseline, may_be_cancelled, wanted=wanted)
             now = time.perf_counter()
-            stall = (now - called, now - started)
+            stall = [now - called, now - started]
 
             def job() -> None:
                 try:
@@ -349,20 +398,36 @@ class Writer:
                         outcome.known.open()
                     raise
                 finally:
+                    if snapshot.frozen is not None:
+                        snapshot.frozen.release()
                     if not outcome.noted.is_open():
                         outcome.noted.open()
 
             outcome.job = job
             self._under_way = outcome
             self._next_version += 1
+            self.tracker.snapshot = snapshot.frozen
             self._thread.submit(job)
+            if snapshot.frozen is not None:
+                self._copy_at_once(snapshot.frozen, source)
+                stall[:] = [seconds + time.perf_counter() - now for seconds in stall]
         except BaseException:  # Ctrl-C, too, at any point
             # Nobody would ever report the outcome, and the next save would wait for it.
             if job is None or self._thread.withdraw(job):
                 self._under_way = None
                 self.tracker.give_back()
+                self.tracker.snapshot = None
             raise
         return version
+
+    def _copy_at_once(self, frozen: CopyOnWrite, source: Source) -> None:
+        """Copy the tables whose rows may change unannounced before training goes on.
+
+        As far as ``max_memory`` allows; this waits until the rest has been written.
+        """
+        known = {table.name for group in self._groups for table in group.tables}
+        for table in known & {*source.unannounced(), *self._copied_at_once}:
+            frozen.all_about_to_change(table)
 
     def collect(self) -> None:
         """Process the outcome of the last save, if it is known; raises SaveFailed if it failed.
@@ -374,6 +439,7 @@ class Writer:
             self._take_back(outcome)
         if outcome is not None and outcome.known.is_open():
             cancelled = isinstance(outcome.error, SaveCancelled)
+            self._note_unannounced(outcome)
             if outcome.error is None:
                 self.tracker.confirm()
                 if outcome.baseline:
@@ -385,8 +451,10 @@ class Writer:
                 log.info("version %d of %s was cancelled", outcome.version, self.store.url)
                 self.events.emit("checkpoint_cancelled", version=outcome.version, step=outcome.step)
             self._under_way = None  # last: after an interrupt before this line, all of it is repeated
-            if isinstance(outcome.error, StoreLocked):
-                raise outcome.error  # no later save can succeed
+            if isinstance(outcome.error, SaveVoid):
+                self._publisher.leave_era()  # digests may be those of the void version
+            if isinstance(outcome.error, StoreLocked | SaveVoid):
+                raise outcome.error  # of StoreLocked: no later save can succeed
             if outcome.error is not None and not cancelled:
                 failure = SaveFailed(
                     f"a save to {self.store.url} failed: {message_of(outcome.error)}; its rows are still "
@@ -400,6 +468,21 @@ class Writer:
                 f"the versions of {self.store.url} are intact, but their files could not be rearranged: "
                 f"{message_of(error)}"
             ) from error
+
+    def _note_unannounced(self, outcome: _Outcome) -> None:
+        """Copy tables at once from now on that have changed before they were read."""
+        frozen = outcome.wanted.snapshot
+        if frozen is None:
+            return
+        for table, count in self._unseen_in_baseline.items():
+            assert self._digests is not None
+            self._note_unseen([UnseenChange(table, count, self._digests.last_verified(table))])
+        self._unseen_in_baseline.clear()
+        for table, why in frozen.unannounced.items():
+            self._copied_at_once.add(table)
+            if outcome.error is None:
+                self._unverified.setdefault(outcome.version, f"{table}: {why}")
+                log.warning("version %d is unverified: %s: %s", outcome.version, table, why)
 
     def wait(self) -> None:
         """Return when every save is durable and files are rearranged; raises SaveFailed if a save failed."""
@@ -461,7 +544,7 @@ class Writer:
             if copying is None:
                 self.bind(tables)
                 for table in unseen:
-                    self.tracker.suspect(table)
+                    self.tracker.suspect(table, late="something had changed its rows unseen")
                 if self.policy.verify == "all":
                     others = [t for t in self.tracker.tables if not self.tracker.is_suspect(t)]
                     self._check(others, self._next_version)
@@ -470,7 +553,7 @@ class Writer:
         finally:
             if copying is not None:
                 copying.gather.finish()
-        return _Snapshot(copying.baseline, copying.rows, state)
+        return _Snapshot(copying.baseline, copying.rows, state, copying.frozen)
 
     def _start_copying(self, whole: bool) -> _Copying:
         baseline = self._publisher.baseline_is_due(self._shard.live_bytes())
@@ -478,12 +561,58 @@ class Writer:
             self._digests.verified(self.tracker.suspects, self._next_version)
         wanted = self.tracker.take(whole=whole or baseline, find=self._finder(baseline))
         if baseline:
+            if self._tables_bytes > COPIED_BYTES:
+                return self._freeze(None)
             wanted = [np.arange(g.rows, dtype=np.int64) for g in self._groups]
         else:
             wanted = [self._increment.add(number, ids) for number, ids in enumerate(wanted)]
+            if (
+                sum(len(i) * g.record_bytes for i, g in zip(wanted, self._groups, strict=True))
+                > self._max_memory
+            ):
+                return self._freeze(wanted)
         copies = [self._space(number, len(ids)) for number, ids in enumerate(wanted)]
         copied = [Rows(ids, tuple(fields)) for ids, fields in zip(wanted, copies, strict=True)]
         return _Copying(baseline, copied, self._tables.start_gather(wanted, copies))
+
+    def _freeze(self, wanted: Sequence[RowIds] | None) -> _Copying:
+        """Let rows, all or the wanted ones, be read while the version is written."""
+        limit = self._max_memory - 2 * self._file_bytes
+        on_read = self._digests_of_read(wanted is None)
+        frozen = CopyOnWrite(self._tables, limit, wanted=wanted, on_read=on_read)
+        return _Copying(wanted is None, frozen.groups, Gather(()), frozen)
+
+    def _digests_of_read(self, baseline: bool) -> OnRead:
+        """Notes the digests of rows that were read. Of a baseline's rows, those that neither had changed
+        since the last version nor have changed since the snapshot must match their digests."""
+        digests = self._digests
+        if digests is None:
+            return lambda group, rows, logged: None
+        if not (baseline and self._digests_known):
+            return lambda group, rows, logged: digests.note(group, rows)
+        changed = self.tracker.taken_rows()
+        suspects = self.tracker.taken_suspects()
+
+        def note(group: int, rows: Rows, logged: NDArray[np.bool_]) -> None:
+            found = digests.note_unchanged(group, rows, ~logged & ~changed[group].contains(rows.ids))
+            for table, count in found.items():
+                if table not in suspects:
+                    self._unseen_in_baseline[table] = self._unseen_in_baseline.get(table, 0) + count
+
+        return note
+
+    @property
+    def _tables_bytes(self) -> int:
+        return sum(group.rows * group.record_bytes for group in self._groups)
+
+    @property
+    def _max_memory(self) -> int:
+        return self.policy.max_memory or default_max_memory(self._tables_bytes)
+
+    @property
+    def _file_bytes(self) -> int:
+        """Rows are in memory until the file that they belong to is written."""
+        return min(FILE_BYTES, self._max_memory // 4)
 
     def _finder(self, baseline: bool) -> FindChanged | None:
         """Finds the changed rows of tables in which any row may have changed."""
@@ -507,31 +636,13 @@ class Writer:
         return [field[:rows] for field in arena]
 
     def _write(
-        self, outcome: _Outcome, snapshot: _Snapshot, metadata: dict[str, Any], stall: tuple[float, float]
+        self, outcome: _Outcome, snapshot: _Snapshot, metadata: dict[str, Any], stall: Sequence[float]
     ) -> None:
         """In the background: write and commit the version; then tidy up."""
-        number, step, baseline = outcome.version, outcome.step, outcome.baseline
+        number, step, baseline, frozen = outcome.version, outcome.step, outcome.baseline, snapshot.frozen
         started, cpu = time.perf_counter(), time.thread_time()
         try:
-            # Before the version is durable: if it fails, these rows are marked again, and marked rows are not
-            # compared.
-            if self._digests is not None:
-                self._digests.note(number, snapshot.rows, baseline=baseline)
-                self._digests_known |= baseline
-            outcome.noted.open()
-            self.catalog.take_over()
-            shard, encoder = self._shard, self._encoder
-            if baseline:
-                encoder = Encoder.plan(self.policy, self.restores, snapshot.rows, self._groups)
-                shard = Shard(0, encoder.stored, self.strategy)
-            new = NewVersion(number, step, baseline, metadata, self.restores)
-            try:
-                change, version = self._commit(new, shard, encoder, snapshot, outcome.wanted)
-            except StoreFull:
-                self._clear_away()
-                if not self.catalog.make_room(needed={self._restored}):
-                    raise
-                change, version = self._commit(new, shard, encoder, snapshot, outcome.wanted)
+            change, version = self._write_version(outcome, snapshot, metadata)
         except BaseException as failure:  # of any kind: the trainer waits for the next lines
             outcome.error = error = self.catalog.with_advice(failure)
             outcome.known.open()
@@ -541,15 +652,18 @@ class Writer:
             self._clear_away()
             return
         seconds = time.perf_counter() - started
-        if baseline:
-            self._shard, self._encoder = shard, encoder
-            self._era_is_damaged = False
-            self._say_bits()
         self._publisher.note_written(version, seconds)
         self._apply(change)
-        del snapshot, change
+        report = SaveReport(
+            number, step, baseline, version.rows, version.bytes,
+            stall_seconds=stall[0], snapshot_seconds=stall[1], write_seconds=seconds,
+            waited_seconds=frozen.waited_seconds if frozen is not None else 0.0,
+            copied_bytes=frozen.peak_bytes if frozen is not None else 0,
+        )  # fmt: skip
+        del snapshot, change, frozen
+        if sum(field.nbytes for arena in self._arena for field in arena) > self._max_memory:
+            self._arena = [[] for _ in self._groups]
         outcome.known.open()
-        report = SaveReport(number, step, baseline, version.rows, version.bytes, *stall, seconds)
         try:
             self._tidy(report, number, time.thread_time() - cpu)
         except BaseException as error:
@@ -564,14 +678,57 @@ class Writer:
                 self._publisher.leave_era()
             self._clear_away()
 
+    def _write_version(
+        self, outcome: _Outcome, snapshot: _Snapshot, metadata: dict[str, Any]
+    ) -> tuple[ShardChange, Version]:
+        """Choose files and codecs, write, and commit; again after making room if the store is full."""
+        baseline, frozen = outcome.baseline, snapshot.frozen
+        # Before the version is durable: if it fails, these rows are marked again, and marked rows are not
+        # compared.
+        if frozen is None:
+            if self._digests is not None:
+                for group, rows in enumerate(snapshot.rows):
+                    for part in rows.parts():
+                        self._digests.note(group, part)
+            self._noted(outcome)
+        self._unseen_in_baseline.clear()
+        self.catalog.take_over()
+        shard, encoder = self._shard, self._encoder
+        if baseline:
+            encoder = Encoder.plan(self.policy, self.restores, snapshot.rows, self._groups)
+            shard = Shard(0, encoder.stored, self.strategy)
+        new = NewVersion(outcome.version, outcome.step, baseline, metadata, self.restores)
+        try:
+            change, version = self._commit(new, shard, encoder, snapshot, outcome)
+        except StoreFull:
+            self._clear_away()
+            # Rows that were read from the tables' memory cannot be read again.
+            if not self._make_room() or frozen is not None:
+                raise
+            change, version = self._commit(new, shard, encoder, snapshot, outcome)
+        if baseline:
+            self._shard, self._encoder = shard, encoder
+            self._era_is_damaged = False
+            self._say_bits()
+        return change, version
+
     def _commit(
-        self, new: NewVersion, shard: Shard, encoder: Encoder, snapshot: _Snapshot, wanted: Cancellation
+        self, new: NewVersion, shard: Shard, encoder: Encoder, snapshot: _Snapshot, outcome: _Outcome
     ) -> tuple[ShardChange, Version]:
         """Write the files of a version and publish the manifest that makes it exist."""
+        wanted = outcome.wanted
+        store: Puts = self.store
+        if snapshot.frozen is not None:
+            store = _MakesRoom(store, self._make_room)
         change = write_rows(
-            shard, self.store, encoder, new.number, snapshot.rows,
-            baseline=new.baseline, background_share=self.policy.background_share, wanted=wanted,
+            shard, store, encoder, new.number, snapshot.rows, baseline=new.baseline,
+            background_share=self.policy.background_share, wanted=wanted, file_bytes=self._file_bytes,
         )  # fmt: skip
+        if snapshot.frozen is not None:
+            if self._unseen_in_baseline:
+                table, count = next(iter(self._unseen_in_baseline.items()))
+                raise SaveVoid(f"{count} rows of {table} changed unseen, perhaps while it was written")
+            self._noted(outcome)
         wanted.check()
         flags = dict(self._unverified)
         version = self._publisher.commit(
@@ -581,6 +738,16 @@ class Writer:
         for flagged in flags:
             self._unverified.pop(flagged, None)
         return change, version
+
+    def _make_room(self) -> bool:
+        return self.catalog.make_room(needed={self._restored})
+
+    def _noted(self, outcome: _Outcome) -> None:
+        """Digests match the rows of this version."""
+        if self._digests is not None and outcome.baseline:
+            self._digests.verified(self.tracker.tables, outcome.version)
+            self._digests_known = True
+        outcome.noted.open()
 
     def _clear_away(self) -> None:
         """Delete the files of a failed save or round: on a full disk the next one needs the space."""

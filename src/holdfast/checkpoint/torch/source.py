@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,10 @@ class TrainingSource:
         self._unseen = {name for name, found in unseen.items() if found.lasts}
         self._say_tracking(unseen)
         return tables, [*unseen, *self._watch.written()]
+
+    def unannounced(self) -> Collection[str]:
+        """Tables of which any row may change without the tracker hearing of it first."""
+        return self._unseen.union(self._watch.unannounced())
 
     def capture(self) -> CapturedTree | EncodedTree:
         """Copy everything that is not rows."""

@@ -46,6 +46,8 @@ _NOT_FINITE = {
     torch.float64: 0x7FF << 52, torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00,
 }  # fmt: skip
 _STRIDE = 40503  # in which rows are looked at; prime
+WRITTEN = "something other than an optimizer's step wrote to it"
+_STEPPED = "a step changed rows that were not known before it"
 
 
 @dataclass
@@ -159,7 +161,7 @@ class Watch:
         for watched in self._tables.values():
             gradient = watched.table.modules[0].weight.grad
             if not watched.searched and gradient is not None and self._tells(watched, gradient, tracker):
-                self._search(watched, gradient, tracker)
+                self._search(watched, gradient, tracker, _STEPPED)
 
     def restored(self) -> None:
         """What is in the tables is what marks go by; gradients are those that there were."""
@@ -194,6 +196,14 @@ class Watch:
         watched = self._tables[table]
         return not watched.by_digest and self.version_of(watched.table) == watched.version
 
+    def unannounced(self) -> list[str]:
+        """Tables of which rows change before the tracker hears of it: by lookups, or unseen."""
+        return [
+            name
+            for name, watched in self._tables.items()
+            if watched.by_digest or any(m.max_norm is not None for m in watched.table.modules)
+        ]
+
     def accept(self, table: str | None = None) -> None:
         """Accept the writes to the table, or to all tables, so far."""
         for name, watched in self._tables.items():
@@ -222,10 +232,13 @@ class Watch:
             # Hooks that run after the step are not being gone through now: they can be put in order.
             if not _comes_first(optimizer._optimizer_step_post_hooks, hooked.after.id):
                 _move(optimizer._optimizer_step_post_hooks, hooked.after.id, last=False)
-        self._mark_changes(optimizer, written=True)
+        self._mark_changes(optimizer, late=None)
 
-    def _mark_changes(self, optimizer: Optimizer, *, written: bool) -> None:
-        """Mark what a step changes by its gradients; and tables that something was ``written`` to before."""
+    def _mark_changes(self, optimizer: Optimizer, *, late: str | None) -> None:
+        """Mark what a step changes by its gradients, before the step; or after it, for the reason ``late``.
+
+        Before the step, find also tables that something else was written to.
+        """
         tracker = self.tracker()
         answers: dict[tuple[Any, ...], str | None] = {}  # tables of one parameter group are usually alike
         dense: list[tuple[_Watched, Tensor]] = []
@@ -234,12 +247,16 @@ class Watch:
             key = id(group), sparse, weight.dtype
             if key not in answers:
                 answers[key] = why_unseen_rows_change(optimizer, group, sparse=sparse, dtype=weight.dtype)
-            wrote = written and self.version_of(watched.table) != watched.version
-            if wrote or answers[key] is not None or (sparse and not gradient.is_sparse):
-                tracker.suspect(name)
+            if late is None and self.version_of(watched.table) != watched.version:
+                tracker.suspect(name, late=WRITTEN)
+            elif late is None and tracker.snapshot is not None:
+                tracker.snapshot.has_not_changed_unannounced([name])
+            if answers[key] is not None or (sparse and not gradient.is_sparse):
+                tracker.suspect(name, late=late)
             elif gradient.is_sparse:
                 if gradient._nnz():  # NumPy would keep PyTorch from adding to one that is empty
-                    tracker.mark(name, gradient._indices().numpy()[0], counts=False)  # as its lookup has
+                    rows = gradient._indices().numpy()[0]
+                    tracker.mark(name, rows, counts=False, late=late)  # it counts as its lookup has
             elif not tracker.is_suspect(name):
                 watched.searched = False
                 dense.append((watched, gradient))
@@ -247,9 +264,9 @@ class Watch:
             for (watched, gradient), odd in zip(dense, _odd_ones(dense, tracker), strict=True):
                 known = watched.by_gradient or watched.to_search or not watched.looked_up
                 if known or odd or watched.steps >= watched.next_check:
-                    self._search(watched, gradient, tracker)
+                    self._search(watched, gradient, tracker, late)
 
-    def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker) -> None:
+    def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker, late: str | None) -> None:
         """Mark the rows of a dense gradient, and see whether lookups have told of all of them."""
         name = watched.table.name
         rows = _rows_of(gradient)
@@ -259,16 +276,16 @@ class Watch:
             if tracker.explains(name, rows):
                 watched.complete = self._last_version()
             elif watched.saves < 2:  # else they may have been looked up before the last save but one
-                self._miss(watched, rows)
-        tracker.mark(name, rows, counts=watched.by_gradient)
+                self._miss(watched, rows, late)
+        tracker.mark(name, rows, counts=watched.by_gradient, late=late)
         watched.to_search = False
         watched.searched = True
 
-    def _miss(self, watched: _Watched, rows: NDArray[np.int64]) -> None:
+    def _miss(self, watched: _Watched, rows: NDArray[np.int64], late: str | None) -> None:
         """Rows have gradients that were not looked up: so may have others before that nobody has seen."""
         name = watched.table.name
         if len(rows) > 0.5 * len(watched.table.modules[0].weight):
-            self.tracker().suspect(name)  # noise, or NaN: all rows change, and no search is needed
+            self.tracker().suspect(name, late=late)  # noise, or NaN: all rows change, and no search is needed
         else:
             watched.by_gradient = True
             log.info("%s has gradients of rows that it was not seen to look up: they are searched", name)
@@ -287,11 +304,11 @@ class Watch:
         if closure or not clean:
             # Gradients have come, or were changed, after they were looked at. Whoever did that may have
             # written to weights as well, which the count does not tell from what the step has written.
-            self._mark_changes(optimizer, written=False)
+            self._mark_changes(optimizer, late=_STEPPED)
         tracker = self.tracker()
         for _, watched, _, _ in self._with_gradients(optimizer):
             if closure or not clean:
-                tracker.suspect(watched.table.name)
+                tracker.suspect(watched.table.name, late=_STEPPED)
             watched.looked_up = False
             watched.saves = 0
             watched.steps += 1
@@ -420,7 +437,7 @@ class _Before(_Hook):
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         watched = self._watched
         if not torch.compiler.is_compiling() and not self._watch.is_known(watched.table.name):
-            self._watch.tracker().suspect(watched.table.name)
+            self._watch.tracker().suspect(watched.table.name, late=WRITTEN)
 
 
 class _Marker(_Hook):
