@@ -149,6 +149,7 @@ class Checkpointer:
         # First: the step counts as told even if this call raises the error of an earlier save.
         self._last_step, self._told, self._told_version = step, (step, metadata), None
         void = False
+        self._check_snapshot()
         try:
             self._writer.collect()
         except SaveVoid as error:
@@ -179,6 +180,7 @@ class Checkpointer:
         if self._writer.skips(step):
             return None
         self._watch.search_last()
+        self._check_snapshot()
         with threads_explained():
             version = self._writer.save(step, self._source, metadata, whole=whole)
         self._last_step = step
@@ -267,10 +269,6 @@ class Checkpointer:
         self._check_open()
         if table not in self._objects.tables:
             raise ConfigError(f"there is no table {table!r}: there are {', '.join(self._objects.tables)}")
-        if not self.policy.verify:
-            # Otherwise PyTorch's write count makes the next save compare the table: there may be other
-            # writes.
-            self._watch.accept(table)
         self._writer.note_outside_change(table)
         why = "rows were marked that had been changed outside of training"
         if rows is None:
@@ -314,8 +312,19 @@ class Checkpointer:
     def _is_suspect(self, table: str) -> bool:
         return self._writer.tracker.is_suspect(table)
 
+    def _check_snapshot(self) -> None:
+        """Find out whether something has written to tables that are read while a version is written."""
+        snapshot = self._writer.tracker.snapshot
+        if snapshot is not None:
+            known = [table for table in snapshot.unchecked if self._watch.is_known(table)]
+            for table in snapshot.unchecked.difference(known):
+                snapshot.changed_unannounced(table, WRITTEN)
+            snapshot.has_not_changed_unannounced(known)
+
     def wait(self) -> None:
         """Return when all saves are durable."""
+        self._writer.finish_saves()
+        self._check_snapshot()
         self._writer.wait()
 
     @property
@@ -334,6 +343,8 @@ class Checkpointer:
         if self._closing.detach() is None:
             return
         try:
+            self._writer.finish_saves()
+            self._check_snapshot()
             self._writer.close()
         finally:
             self._cleanup.close()

@@ -15,7 +15,7 @@ from holdfast.kernels.machine import prefetch
 from holdfast.kernels.rows import copy_bytes
 
 # Checksums of the files whose functions are inlined here, since Numba's cache depends on this file alone.
-BUILT_WITH = {"machine": "4640a77db278", "rows": "8b44a4888ce3"}
+BUILT_WITH = {"machine": "4640a77db278", "rows": "4bff4e02e418"}
 
 USED, FREE, PEAK = range(3)
 NONE = -1

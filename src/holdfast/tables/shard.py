@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,8 @@ class GroupShard:
     """How many rows lie here."""
     changes: Changes
     """What changed since others were last told; nothing is kept unless ``keep_changes``."""
+    before_change: Callable[[Places], None] | None
+    """Called with places right before their records change, while somebody reads them in the background."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class GroupShard:
             raise ValueError(f"server {server}: expected 0 to {placement.servers - 1}")
         self.plan = plan
         self.placement = placement
+        self.before_change = None
         self.server = server
         count = placement.records(plan.rows)
         if count > 2**32:
@@ -115,6 +118,7 @@ class GroupShard:
         """Update these rows, all different, by their gradients [places, dim]."""
         gradients = self._shaped(gradients, np.float32, len(places), self.plan.dim, "gradients")
         places = self._checked(places, self._seen)
+        self._announce(places)
         changes = self.changes.for_update(len(places))
         self._update(self.records, places, gradients, self.marks, changes)
 
@@ -143,6 +147,7 @@ class GroupShard:
             )
         if self.installed:
             return False
+        self._announce(places)
         self.changes.keep(places)
         self.records[:, : self.plan.dim].view(np.float32)[places] = weights
         id_loops.mark_rows(self.marks, places, 0, len(self.records))
@@ -160,6 +165,7 @@ class GroupShard:
         """
         records = self._shaped(records, np.uint32, len(places), self.plan.words, "records")
         places = self._checked(places, self._seen)
+        self._announce(places)
         self.records[places] = records
         id_loops.mark_rows(self.marks, places, 0, len(self.records))
 
@@ -189,6 +195,10 @@ class GroupShard:
         places = np.empty(id_loops.count_marked(self.marks) + 64, np.int64)
         found, _ = id_loops.marked_rows(self.marks, places, True)
         return self.rows_of(places[:found])
+
+    def _announce(self, places: Places) -> None:
+        if self.before_change is not None:
+            self.before_change(places)
 
     def _checked(self, places: Places, seen: NDArray[np.uint64]) -> Places:
         if places.ndim != 1 or places.dtype not in (np.uint32, np.int64):

@@ -33,14 +33,15 @@ class Told:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.snapshot = None
         self.marked: set[int] = set()
         self.suspects: set[str] = set()
 
-    def mark(self, name: str, ids: NDArray[np.int64], counts: bool = True) -> None:
+    def mark(self, name: str, ids: NDArray[np.int64], counts: bool = True, late: str | None = None) -> None:
         self.calls.append(("looked up" if counts else "changed", sorted(ids.tolist())))
         self.marked |= set(ids.tolist())
 
-    def suspect(self, name: str) -> None:
+    def suspect(self, name: str, late: str | None = None) -> None:
         self.calls.append(("suspect", name))
         self.suspects.add(name)
 

@@ -24,7 +24,7 @@ from holdfast.checkpoint.codecs.quantize import (
     choose_grid_bits,
     from_float32,
 )
-from holdfast.checkpoint.format.records import WEIGHT, Field, Group, Rows, RowSource, join_rows
+from holdfast.checkpoint.format.records import WEIGHT, Field, Group, Rows, RowSource, SampledRows, join_rows
 from holdfast.options import AutoBits, Policy
 
 BLOCK_BYTES = 4 << 20
@@ -52,7 +52,7 @@ class Encoder:
 
     @classmethod
     def plan(
-        cls, policy: Policy, restores: int, snapshot: Sequence[RowSource], live: Sequence[Group]
+        cls, policy: Policy, restores: int, snapshot: Sequence[SampledRows], live: Sequence[Group]
     ) -> Encoder:
         """For an era that begins with this snapshot, of all rows."""
 

@@ -182,13 +182,17 @@ class RowSource(Protocol):
     """Records of a group, in ascending order of ids, that a version is written from: ``Rows``, or rows that
     are still in the tables' memory (``memory/copy_on_write.py``), which can be read only once."""
 
+    def parts(self, most_rows: int | None = None) -> Iterator[Rows]:
+        """All records, in parts of at most so many; None: in parts of any size."""
+
+
+class SampledRows(RowSource, Protocol):
+    """Records of which some can be looked at before they are written."""
+
     def __len__(self) -> int: ...
 
     def take(self, positions: NDArray[np.int64], /) -> Rows:
         """The records at these positions; only before ``parts``."""
-
-    def parts(self, most_rows: int | None = None) -> Iterator[Rows]:
-        """All records, in parts of at most so many; None: in parts of any size."""
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

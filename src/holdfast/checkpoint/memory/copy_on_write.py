@@ -17,6 +17,7 @@ writer drops the version or flags it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,6 +30,8 @@ from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.kernels.ids import mark_rows, unmark_rows
 from holdfast.kernels.side_log import FREE, NONE, PEAK, USED, lay_over, log_rows
 
+COPIED_BYTES = 16 << 20
+"""Tables up to this size are copied at once instead: that takes a few milliseconds."""
 BLOCK_BYTES = 4 << 20
 """Rows that are read at a time."""
 OnRead = Callable[[int, Rows, NDArray[np.bool_]], None]
@@ -55,6 +58,8 @@ class CopyOnWrite:
         max_bytes: limit of the side log.
         wanted: the rows to read, ascending, for each group; by default all rows.
         row_multiple: blocks of rows begin at multiples of this.
+        max_wait_seconds: how long at a time a thread that changes rows may wait for room in the side log;
+            then the snapshot is void. None: as long as it takes.
         on_read: called in the writing thread for each block with its group, its rows, and which of them were
             in the side log.
     """
@@ -66,6 +71,7 @@ class CopyOnWrite:
         *,
         wanted: Sequence[RowIds] | None = None,
         row_multiple: int = 1,
+        max_wait_seconds: float | None = None,
         on_read: OnRead = lambda group, rows, logged: None,
     ) -> None:
         self.live = live
@@ -75,6 +81,7 @@ class CopyOnWrite:
             t.name: (g, n) for g, group in enumerate(live.groups) for n, t in enumerate(group.tables)
         }
         self._on_read = on_read
+        self._max_wait_seconds = math.inf if max_wait_seconds is None else max_wait_seconds
         self._lock = threading.Lock()
         self._waiting = 0
         self._wanted = wanted
@@ -128,7 +135,9 @@ class CopyOnWrite:
                 done = log.add(addresses, place.first, place.rows, ids, done)
             if done == len(ids):
                 return
-            self._wait_for_room(log)
+            if not self._wait_for_room(log):
+                self.changed_unannounced(table, "copies of changed rows exceeded max_memory for too long")
+                return
 
     def all_about_to_change(self, table: str) -> None:
         """Call before any row of a table may change."""
@@ -150,13 +159,17 @@ class CopyOnWrite:
         if self.is_over():
             self.unchecked -= set(tables)
 
-    def _wait_for_room(self, log: _SideLog) -> None:
+    def _wait_for_room(self, log: _SideLog) -> bool:
+        """Wait for room in the side log; False: there is none yet, and nobody should wait any longer."""
         # No condition variable: an interrupt could leave its lock acquired forever.
         started = time.perf_counter()
         self._waiting += 1
         try:
             while not (self.is_over() or log.has_room):
+                if self.unannounced or time.perf_counter() - started > self._max_wait_seconds:
+                    return False
                 time.sleep(_POLL_SECONDS)
+            return True
         finally:
             self._waiting -= 1
             self.waited_seconds += time.perf_counter() - started

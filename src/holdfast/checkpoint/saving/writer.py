@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.background import Background, Latch
 from holdfast.checkpoint.format.encoding import Encoder
 from holdfast.checkpoint.format.manifest import Era, Version
-from holdfast.checkpoint.format.records import Bytes2D, Group, RowIds, Rows, RowSource
+from holdfast.checkpoint.format.records import Bytes2D, Group, RowIds, Rows, SampledRows
 from holdfast.checkpoint.layout.bundles import FILE_BYTES, Puts, ShardChange
 from holdfast.checkpoint.layout.shard import Shard
-from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, OnRead, default_max_memory
+from holdfast.checkpoint.memory.copy_on_write import COPIED_BYTES, CopyOnWrite, OnRead, default_max_memory
 from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.memory.live import Gather, LiveTables
 from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
@@ -55,9 +55,6 @@ from holdfast.events import EventLog
 from holdfast.options import AutoBits, BitsChoice, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
-
-COPIED_BYTES = 16 << 20
-"""Tables up to this size are copied at once for a baseline: that takes a few milliseconds."""
 
 UNSEEN_ADVICE = (
     "something wrote to them without PyTorch's version counter (weight.data, NumPy, an extension) or with an "
@@ -131,7 +128,7 @@ class _Snapshot:
     """Copies of what a version holds."""
 
     baseline: bool
-    rows: Sequence[RowSource]
+    rows: Sequence[SampledRows]
     state: CapturedState
     frozen: CopyOnWrite | None
     """The rows, if they are read from the tables' memory while the version is written."""
@@ -142,7 +139,7 @@ class _Copying:
     """Rows of a version while they are copied."""
 
     baseline: bool
-    rows: Sequence[RowSource]
+    rows: Sequence[SampledRows]
     gather: Gather
     frozen: CopyOnWrite | None = None
 
@@ -203,6 +200,9 @@ class Writer:
         self._digests: RowDigests | None = None
         self._digests_known = False
         self._unverified: dict[int, str] = {}
+        self._frozen: _Outcome | None = None
+        """The save whose rows are read from memory, until it is known that none changed unannounced."""
+        self._flagged: set[int] = set()
         self._unseen_in_baseline: dict[str, int] = {}
         """How many rows of tables were found to have changed unseen when a baseline read them."""
         self._copied_at_once: set[str] = set()
@@ -407,6 +407,7 @@ class Writer:
             self._under_way = outcome
             self._next_version += 1
             self.tracker.snapshot = snapshot.frozen
+            self._frozen = outcome if snapshot.frozen is not None else None
             self._thread.submit(job)
             if snapshot.frozen is not None:
                 self._copy_at_once(snapshot.frozen, source)
@@ -416,7 +417,7 @@ class Writer:
             if job is None or self._thread.withdraw(job):
                 self._under_way = None
                 self.tracker.give_back()
-                self.tracker.snapshot = None
+                self.tracker.snapshot = self._frozen = None
             raise
         return version
 
@@ -437,9 +438,9 @@ class Writer:
         outcome = self._under_way
         if outcome is not None and outcome.wanted.cancelled:
             self._take_back(outcome)
+        self._note_unannounced()
         if outcome is not None and outcome.known.is_open():
             cancelled = isinstance(outcome.error, SaveCancelled)
-            self._note_unannounced(outcome)
             if outcome.error is None:
                 self.tracker.confirm()
                 if outcome.baseline:
@@ -469,26 +470,43 @@ class Writer:
                 f"{message_of(error)}"
             ) from error
 
-    def _note_unannounced(self, outcome: _Outcome) -> None:
-        """Copy tables at once from now on that have changed before they were read."""
-        frozen = outcome.wanted.snapshot
-        if frozen is None:
+    def _note_unannounced(self) -> None:
+        """See whether rows changed before they were read: their version is void, or flagged if it exists."""
+        outcome, frozen = self._frozen, self.tracker.snapshot
+        if outcome is None or frozen is None:
             return
+        durable = outcome.known.is_open() and outcome.error is None
         for table, count in self._unseen_in_baseline.items():
             assert self._digests is not None
             self._note_unseen([UnseenChange(table, count, self._digests.last_verified(table))])
         self._unseen_in_baseline.clear()
         for table, why in frozen.unannounced.items():
             self._copied_at_once.add(table)
-            if outcome.error is None:
+            if durable and outcome.version not in self._flagged:
+                self._flagged.add(outcome.version)
                 self._unverified.setdefault(outcome.version, f"{table}: {why}")
                 log.warning("version %d is unverified: %s: %s", outcome.version, table, why)
+        if outcome.known.is_open() and not (durable and frozen.unchecked):
+            self.tracker.snapshot = self._frozen = None
+
+    def finish_saves(self) -> None:
+        """Return when no save is in progress, whatever became of it."""
+        self._thread.wait()
 
     def wait(self) -> None:
         """Return when every save is durable and files are rearranged; raises SaveFailed if a save failed."""
         self._thread.wait()
-        self.collect()
+        self._collect_and_flag()
         self._thread.raise_error()
+
+    def _collect_and_flag(self) -> None:
+        """``collect``, and publish which versions are unverified; no save is in progress."""
+        try:
+            self.collect()
+        finally:
+            if self._unverified:
+                self.catalog.flag_versions(self._unverified)
+                self._unverified.clear()
 
     def finish(self, most_seconds: float) -> bool:
         """Finish the save in progress and end the thread; False on timeout. Call ``close`` afterwards."""
@@ -497,9 +515,7 @@ class Writer:
     def close(self) -> None:
         """Finish the save in progress and end the thread."""
         self._thread.close()
-        self.collect()
-        if self._unverified:
-            self.catalog.flag_versions(self._unverified)
+        self._collect_and_flag()
         self._thread.raise_error()
 
     def busy(self) -> bool:
@@ -718,11 +734,12 @@ class Writer:
         """Write the files of a version and publish the manifest that makes it exist."""
         wanted = outcome.wanted
         store: Puts = self.store
+        file_bytes = None
         if snapshot.frozen is not None:
-            store = _MakesRoom(store, self._make_room)
+            store, file_bytes = _MakesRoom(store, self._make_room), self._file_bytes
         change = write_rows(
             shard, store, encoder, new.number, snapshot.rows, baseline=new.baseline,
-            background_share=self.policy.background_share, wanted=wanted, file_bytes=self._file_bytes,
+            background_share=self.policy.background_share, wanted=wanted, file_bytes=file_bytes,
         )  # fmt: skip
         if snapshot.frozen is not None:
             if self._unseen_in_baseline:

@@ -440,6 +440,8 @@ class Saved(Struct, frozen=True, array_like=True, tag="saved"):
     """Bytes of this server's files that a restore reads, beyond the full version."""
     kind: str = ""
     """Kind of the error (see ``report.result.REASONS``)."""
+    waited_seconds: float = 0.0
+    """How long the server waited for rows to be written because copies exceeded ``max_memory``."""
 
 
 class NodeStatus(Struct, frozen=True, array_like=True):

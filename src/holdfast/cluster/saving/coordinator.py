@@ -355,6 +355,7 @@ class SaveCoordinator:
             bytes=version.bytes,
             hold_seconds=save.hold_seconds,
             write_seconds=slowest,
+            waited_seconds=max(a.message.waited_seconds for a in save.answers.values()),
             seconds_taken=now - save.began,
         )
         supervisor.announce(committed=save.version)

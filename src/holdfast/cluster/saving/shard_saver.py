@@ -9,9 +9,11 @@ if this one fails. A ``Shard`` knows which files hold what. If it is uncertain w
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -19,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.manifest import FileChange, Version, read_newest
-from holdfast.checkpoint.format.records import Bytes2D, Rows
-from holdfast.checkpoint.layout.bundles import ShardChange
+from holdfast.checkpoint.format.records import Bytes2D, Field, Group, Rows, RowSource, Table
+from holdfast.checkpoint.layout.bundles import FILE_BYTES, ShardChange
 from holdfast.checkpoint.layout.shard import Shard
+from holdfast.checkpoint.memory.copy_on_write import COPIED_BYTES, CopyOnWrite, FrozenRows, default_max_memory
+from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.priority import large_tables, make_priority
 from holdfast.checkpoint.saving.shard_rows import Cancellation, IncrementRows, SaveCancelled, write_rows
 from holdfast.checkpoint.store import Store
@@ -35,6 +39,8 @@ from holdfast.options import Differential, PriorityName
 from holdfast.tables.shard import GroupShard
 
 log = logging.getLogger("holdfast.checkpoint")
+
+_LONGEST_WAIT_SECONDS = 2.0  # a server that waits sends no beats
 
 
 class Runs(Protocol):
@@ -55,11 +61,13 @@ class _Save:
     """Whether the shard must be read again from the manifest."""
     taken: list[NDArray[np.int64]]
     """The rows of each group that were marked."""
-    copies: list[tuple[NDArray[np.int64], NDArray[np.uint32]]] = field(default_factory=list)
-    """For each group of tables: rows and records."""
+    rows: Sequence[RowSource] = ()
+    """Of each group of tables."""
     network: NDArray[np.uint32] | None = None
     shard: Shard | None = None
     change: ShardChange | None = None
+    file_bytes: int | None = None
+    waited_seconds: float = 0.0
     error: str = ""
     kind: str = ""
     """The kind of the error."""
@@ -96,6 +104,7 @@ class ShardSaver:
         self._runs = runs
         self._share = policy.background_share
         self._strategy: Any = policy.strategy
+        self._max_memory = policy.max_memory
         self._encoder = encoder_of(plan)
         self._shard: Shard | None = None
         self._save: _Save | None = None
@@ -116,7 +125,7 @@ class ShardSaver:
             self._increment.resume(own.rows_of(self._store, era, version.version))
 
     def cut(self, version: int, *, baseline: bool, whole: bool = True) -> None:
-        """Copy the rows of a version: they may change as soon as this returns.
+        """Copy the rows of a version, or begin to read them: they may change as soon as this returns.
 
         Without ``whole``, changed rows without priority are left out. This ends a cut that failed: its rows
         are included in this one.
@@ -126,7 +135,7 @@ class ShardSaver:
             self._copy(save)
         except Exception as error:  # such as out of memory: the server must continue
             log.warning("version %d could not be copied: %r", version, error)
-            save.copies, save.error, save.written = [], message_of(error), True
+            save.rows, save.error, save.written = (), message_of(error), True
             save.kind = kind_of(error)
         self._save = save
         if not save.written:
@@ -152,6 +161,8 @@ class ShardSaver:
     def saved(self) -> int:
         """The newest version whose files are durable, or could not be written; 0: no save in progress."""
         save = self._save
+        if save is not None and save.written:
+            self._thaw(save)
         return save.version if save is not None and save.written else 0
 
     def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
@@ -165,7 +176,15 @@ class ShardSaver:
             if not save.written:
                 return None
             note = _encoded(save.change)
-            answer = Saved(version, tidy, note, save.error, save.seconds, kind=save.kind)
+            answer = Saved(
+                version,
+                tidy,
+                note,
+                save.error,
+                save.seconds,
+                kind=save.kind,
+                waited_seconds=save.waited_seconds,
+            )
             return answer, () if save.network is None else (save.network,)
         self.confirm(version, 0)  # the supervisor asks this once a manifest has the version
         if not save.tidy_asked:
@@ -186,6 +205,7 @@ class ShardSaver:
         if save is None:
             return False
         save.wanted.cancelled = True
+        self._thaw(save)
         self._mark_again(save)
         tidying = save.tidy_asked and not (save.tidied and save.tidy is None)
         return not save.error and (not save.committed or tidying)
@@ -208,10 +228,7 @@ class ShardSaver:
                     self._shards[number].mark(save.taken[number][~chosen])
                     save.taken[number] = save.taken[number][chosen]
                 ranking.saved(save.taken[number])
-            for number, shard in enumerate(self._shards[: self._tables]):
-                rows = self._wanted(number, shard, save)
-                places = self._placements[number].place(rows)
-                save.copies.append((rows, np.take(shard.records, places, 0, mode="clip")))
+            self._copy_rows(save)
             if self._tables < len(self._shards):
                 network = self._shards[-1]
                 save.network = network.records[self._placements[-1].place(_own_rows(network))]
@@ -220,11 +237,43 @@ class ShardSaver:
             save.taken = []
             raise
 
-    def _wanted(self, number: int, shard: GroupShard, save: _Save) -> NDArray[np.int64]:
-        """The rows of a group that a version contains, ascending."""
+    def _copy_rows(self, save: _Save) -> None:
+        """Copy the rows of tables that a version contains; many are read while it is written."""
+        shards = self._shards[: self._tables]
+        all_bytes = sum(shard.records.nbytes for shard in shards)
+        limit = self._max_memory or default_max_memory(all_bytes)
         if save.baseline:
-            return _own_rows(shard)
-        return self._increment.add(number, np.sort(save.taken[number]))
+            if all_bytes > COPIED_BYTES:
+                self._freeze(save, limit, None)
+                return
+            wanted = [_own_rows(shard) for shard in shards]
+        else:
+            wanted = [
+                self._increment.add(n, np.sort(rows)) for n, rows in enumerate(save.taken[: len(shards)])
+            ]
+        places = [self._placements[n].place(rows) for n, rows in enumerate(wanted)]
+        if sum(len(at) * s.records[:1].nbytes for at, s in zip(places, shards, strict=True)) > limit:
+            self._freeze(save, limit, [np.sort(at) for at in places])
+            return
+        save.rows = [
+            _as_rows(shard, rows, np.take(shard.records, at, 0, mode="clip"))
+            for shard, rows, at in zip(shards, wanted, places, strict=True)
+        ]
+
+    def _freeze(self, save: _Save, limit: int, wanted: Sequence[NDArray[np.int64]] | None) -> None:
+        """Read rows, all or those at the wanted places, while the version is written."""
+        shards = self._shards[: self._tables]
+        frozen = freeze(shards, limit - 2 * _file_bytes(limit), wanted)
+        save.file_bytes, save.wanted.snapshot = _file_bytes(limit), frozen
+        save.rows = [FrozenShard(shard, rows) for shard, rows in zip(shards, frozen.groups, strict=True)]
+        for number, shard in enumerate(shards):
+            shard.before_change = partial(frozen.about_to_change, str(number))
+
+    def _thaw(self, save: _Save) -> None:
+        """Rows change freely again. Called in the server's thread only."""
+        if save.wanted.snapshot is not None:
+            for shard in self._shards[: self._tables]:
+                shard.before_change = None
 
     # In the background, one at a time
 
@@ -234,9 +283,10 @@ class ShardSaver:
             save.wanted.check()
             save.shard = self._shard_for(save)
             save.change = write_rows(
-                save.shard, self._store, self._encoder, save.version, self._rows(save),
-                baseline=save.baseline, background_share=self._share, wanted=save.wanted,
+                save.shard, self._store, self._encoder, save.version, save.rows, baseline=save.baseline,
+                background_share=self._share, wanted=save.wanted, file_bytes=save.file_bytes,
             )  # fmt: skip
+            save.wanted.check()
             self._store.sync()  # the supervisor's publish does not sync files of others
         except SaveCancelled:
             pass  # it has been abandoned
@@ -244,17 +294,12 @@ class ShardSaver:
             log.warning("server %d could not save version %d: %r", self._slot, save.version, error)
             save.kind, save.error = kind_of(error), message_of(error)
         finally:
-            save.copies = []
+            save.rows = ()
+            if save.wanted.snapshot is not None:
+                save.wanted.snapshot.release()
+                save.waited_seconds = save.wanted.snapshot.waited_seconds
             save.seconds = time.perf_counter() - started
             save.written = True  # last: readers check it before the other fields
-
-    def _rows(self, save: _Save) -> list[Rows]:
-        fields = [shard.plan.fields for shard in self._shards]
-        found = []
-        for number, (ids, records) in enumerate(save.copies):
-            parts = tuple(_bytes(records[:, f.first : f.first + f.width]) for f in fields[number])
-            found.append(Rows(ids, parts))
-        return found
 
     def _shard_for(self, save: _Save) -> Shard:
         if save.baseline:
@@ -316,8 +361,55 @@ def _own_rows(shard: GroupShard) -> NDArray[np.int64]:
     return np.sort(rows[rows < shard.plan.rows])
 
 
+def _as_rows(shard: GroupShard, ids: NDArray[np.int64], records: NDArray[np.uint32]) -> Rows:
+    """Records as rows with the fields of their group."""
+    return Rows(
+        ids, tuple(_bytes(records[:, field.first : field.first + field.width]) for field in shard.plan.fields)
+    )
+
+
 def _bytes(words: NDArray[np.uint32]) -> Bytes2D:
     return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), 4 * words.shape[1])
+
+
+def _file_bytes(limit: int) -> int:
+    """Rows are in memory until the file that they belong to is written."""
+    return min(FILE_BYTES, limit // 4)
+
+
+def freeze(
+    shards: Sequence[GroupShard], max_bytes: int, wanted: Sequence[NDArray[np.int64]] | None
+) -> CopyOnWrite:
+    """A snapshot of the records at the wanted places (ascending), or of all; group ``n`` has table "n"."""
+    groups = [
+        Group((Field("record", "U32", shard.plan.words),), (Table(str(n), len(shard.records), 0),))
+        for n, shard in enumerate(shards)
+    ]
+    return CopyOnWrite(
+        LiveTables(groups, lambda name: [shards[int(name)].records.view(np.uint8)]),
+        max_bytes,
+        wanted=wanted,
+        row_multiple=math.lcm(*(shard.placement.k for shard in shards)),
+        max_wait_seconds=_LONGEST_WAIT_SECONDS,
+    )
+
+
+class FrozenShard:
+    """The rows of one group at a server; implements ``RowSource``.
+
+    Blocks are of whole placement blocks, so that all rows of one come before those of the next.
+    """
+
+    def __init__(self, shard: GroupShard, frozen: FrozenRows) -> None:
+        self._shard, self._frozen = shard, frozen
+
+    def parts(self, most_rows: int | None = None) -> Iterator[Rows]:
+        """All rows, ascending, in parts of at most so many. Only once."""
+        for block in self._frozen.parts():
+            rows = self._shard.rows_of(block.ids)
+            order = np.argsort(rows)[: int((rows < self._shard.plan.rows).sum())]
+            records = block.fields[0].view(np.uint32)[order]
+            yield from _as_rows(self._shard, rows[order], records).parts(most_rows)
 
 
 def rankings(shards: Sequence[GroupShard], name: PriorityName | None, fraction: float) -> list[Ranking]:
