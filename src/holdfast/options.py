@@ -212,7 +212,8 @@ class Policy(Struct, frozen=True):
         quantize_state: store per-row optimizer state in 16 bits (bfloat16: error at most 0.4 %) or 8 bits
             (logarithmic steps: error at most 4.4 %, for momentum 9 %). None stores it unchanged.
         background_share: maximum share of one processor for quantizing, for writing quantized rows, and for
-            writing baselines, during training.
+            writing baselines, during training. By default a baseline takes at most a tenth of all processors,
+            and other versions as much as they need. If somebody waits for a version, it does not apply.
         prioritize: save the most important rows first, for partial recovery (CPR): "mfu", those looked up
             most often since they were saved; "ssu", those seen in a sample of the batches; "scar", those
             that changed most. ``step()`` then saves a ``fraction`` of the rows of the largest tables after
@@ -242,7 +243,7 @@ class Policy(Struct, frozen=True):
     lock_wait_seconds: float | None = None
     quantize: Bits | Mapping[str, Bits] = None
     quantize_state: Literal[8, 16] | None = None
-    background_share: float = 1.0
+    background_share: float | None = None
     prioritize: PriorityName | None = None
     fraction: float = PRIORITIZED_FRACTION
     verify: float | Literal["all"] = VERIFIED_SHARE
@@ -278,7 +279,7 @@ class Policy(Struct, frozen=True):
                 raise ConfigError(f"quantize is {wish!r}: expected 2, 3, 4, 8, 'auto', an AutoBits or None")
         if (type(self.quantize_state), self.quantize_state) not in ((type(None), None), (int, 8), (int, 16)):
             raise ConfigError(f"quantize_state is {self.quantize_state!r}: expected 8, 16 or None")
-        if not 0 < self.background_share <= 1:
+        if self.background_share is not None and not 0 < self.background_share <= 1:
             raise ConfigError(f"background_share is {self.background_share!r}: expected above 0, at most 1")
         if self.prioritize not in (None, *PRIORITIES):
             raise ConfigError(f"prioritize is {self.prioritize!r}: expected {', '.join(PRIORITIES)} or None")

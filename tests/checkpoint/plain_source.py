@@ -16,6 +16,9 @@ class PlainSource:
     def look(self) -> tuple[LiveTables, Collection[str]]:
         return self.tables, ()
 
+    def unannounced(self) -> Collection[str]:
+        return ()
+
     def capture(self) -> PlainSource:
         return self
 

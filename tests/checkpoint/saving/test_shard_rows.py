@@ -75,10 +75,10 @@ def test_writing_stops_between_two_files(tmp_path: Path, monkeypatch: pytest.Mon
     encoder = Encoder.plan(Policy(), 0, [rows], (GROUP,))
     shard = Shard(0, encoder.stored, Full())
     with pytest.raises(SaveCancelled):
-        write_rows(shard, store, encoder, 1, [rows], baseline=True, background_share=1.0, wanted=wanted)
+        write_rows(shard, store, encoder, 1, [rows], baseline=True, policy=Policy(), wanted=wanted)
     assert len(written) == 2
     change = write_rows(
-        shard, store, encoder, 2, [rows], baseline=True, background_share=1.0, wanted=Cancellation()
+        shard, store, encoder, 2, [rows], baseline=True, policy=Policy(), wanted=Cancellation()
     )
     files = change.for_manifest()
     assert (change.version, change.kind, files.rows) == (2, "baseline", 100)

@@ -611,20 +611,6 @@ def test_bits_are_said_once(tmp_path: Path) -> None:
         assert [(e["bits"], e["restores"]) for e in run.events.of("checkpoint_bits")] == [(3, 0), (8, 50)]
 
 
-def test_snapshots_reuse_memory_that_fits(tmp_path: Path) -> None:
-    with running(tmp_path, strategy="incremental") as run:
-        run.save()
-        first = run.writer._space(0, 10)[0]
-        assert run.writer._space(0, ROWS)[0].base is first.base
-        grown = run.writer._space(0, 100_000)[0]
-        assert grown.shape == (100_000, 8)
-        assert grown.base is not first.base
-        assert run.writer._space(0, 100_000)[0].base is grown.base
-        small = run.writer._space(0, 10)[0]
-        assert small.base is not grown.base, "much too large"
-        assert run.writer._arena[0][0].shape[0] == 12, "a quarter more than is needed"
-
-
 def test_what_a_damaged_manifest_says(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         run.save()

@@ -26,7 +26,6 @@ import holdfast as hf
 from holdfast.checkpoint.layout import rounds
 from holdfast.checkpoint.memory import copy_on_write
 from holdfast.checkpoint.memory.live import LiveTables
-from holdfast.checkpoint.saving import writer
 from holdfast.errors import SaveVoid
 from tests.checkpoint.torch.runs import BOTH, Net, Spec, any_spec, build, make_table
 
@@ -519,7 +518,7 @@ def test_any_run_whose_rows_are_read_while_it_trains(
 ) -> None:
     """Copy-on-write snapshots, in blocks of few rows, read slowly."""
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
-    monkeypatch.setattr(writer, "COPIED_BYTES", 0)
+    monkeypatch.setattr(copy_on_write, "COPIED_BYTES", 0)
     monkeypatch.setattr(copy_on_write, "BLOCK_BYTES", 100)
     copied, rng = LiveTables.copy_range, random.Random(seeds[0])
     reads = 0

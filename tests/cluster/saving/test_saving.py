@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import read_newest
+from holdfast.checkpoint.format.records import Rows, join_rows
 from holdfast.checkpoint.layout import bundles
+from holdfast.checkpoint.layout.shard import Shard
+from holdfast.checkpoint.memory import copy_on_write
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.local_files import Files
@@ -81,9 +85,21 @@ def check(plan: JobPlan, servers: int = 3) -> list[int]:
     return versions
 
 
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are not copied at a cut but read later, as those of large tables are."""
+    monkeypatch.setattr(copy_on_write, "COPIED_BYTES", 0)
+    monkeypatch.setattr(copy_on_write, "BLOCK_BYTES", 500)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("k", "r"), [(1, 0), (2, 1)])
-def test_every_version_is_a_consistent_cut(tmp_path: Path, strategy: str, k: int, r: int) -> None:
+@pytest.mark.parametrize("how", ["copied", "frozen"])
+def test_every_version_is_a_consistent_cut(
+    tmp_path: Path, request: pytest.FixtureRequest, strategy: str, k: int, r: int, how: str
+) -> None:
+    if how == "frozen":
+        request.getfixturevalue("frozen")
     plan = job(servers=3, workers=2, atomic=True)
     plan = saved_plan(msgspec.structs.replace(plan, k=k, r=r), config(tmp_path, strategy))
     cluster = run(plan)
@@ -133,6 +149,11 @@ def test_whatever_dies_every_version_is_right_and_a_job_goes_on_from_it(tmp_path
     """Hole 21, invariant 6: a version is what an oracle's replay of its batches gives."""
     faults = kill_and_resume(tmp_path, range(12))
     assert all(faults[kind] > 3 for kind in ("kill", "silence", "pause", "link", "supervisor")), faults
+
+
+@pytest.mark.usefixtures("frozen")
+def test_the_same_where_rows_are_read_after_the_cut(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, range(12, 20))
 
 
 @pytest.mark.soak
@@ -444,6 +465,57 @@ def test_a_server_stops_writing_what_another_cut_replaces(
         assert len(written) > 4
         assert {manifests.version_of(name) for name in written[2:]} == {2}
         assert saver.saved() == 2
+
+
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize("placement", [Placement(3), Placement(5, 3, 2), Placement(7, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("baseline", [True, False])
+def test_rows_that_change_after_the_cut_are_saved_as_they_were(
+    tmp_path: Path, placement: Placement, baseline: bool
+) -> None:
+    """By every way in which records of a server change."""
+    saving = config(tmp_path, "incremental", max_memory=1 if not baseline else None)
+    plan = job(servers=placement.servers, workers=1, atomic=False)
+    plan = msgspec.structs.replace(plan, k=placement.k, r=placement.r, rings=placement.groups)
+    plan = saved_plan(plan, saving)
+    shards = [GroupShard(g, p, 1, 7) for g, p in zip(plan.groups, plan.placements, strict=True)]
+    jobs: list[Callable[[], None]] = []
+
+    class Runs:
+        def submit(self, job: Callable[[], None]) -> None:
+            jobs.append(job)
+
+    with LocalStore(str(tmp_path / "store"), create=True, files=QuickFiles()) as store:
+        saver = ShardSaver(plan, 1, shards, store, Runs())
+        shard = shards[0]
+        real = np.flatnonzero(shard.rows_of(np.arange(len(shard.records))) < shard.plan.rows)
+        some = real[::3]
+        shard.push(some, np.ones((len(some), shard.plan.dim), np.float32))
+        rows_here = shard.rows_of(real).tolist()
+        right = {row: shard.records[at].tobytes() for at, row in zip(real, rows_here, strict=True)}
+        if not baseline:
+            right = {row: right[row] for row in shard.rows_of(some).tolist()}
+            saver._shard = Shard(1, saver._encoder.stored, saver._strategy)
+        written: list[Rows] = []
+        saver.cut(1, baseline=baseline)
+        assert shard.before_change is not None
+        if baseline:
+            shard.push(real[::2], np.ones((len(real[::2]), shard.plan.dim), np.float32))
+            shard.write(real[1::2], np.zeros((len(real[1::2]), shard.plan.words), np.uint32))
+        save = saver._save
+        assert save is not None
+        save.wanted.check()  # raises if it is void
+        for rows in save.rows[0].parts(50):
+            assert (np.diff(rows.ids) > 0).all()
+            assert len(rows) <= 50
+            written.append(rows)
+        found = join_rows(written)
+        assert (np.diff(found.ids) > 0).all()
+        fields = [found.fields[n][i].tobytes() for i in range(len(found)) for n in range(len(found.fields))]
+        width = len(found.fields)
+        records = [b"".join(fields[i : i + width]) for i in range(0, len(fields), width)]
+        assert dict(zip(found.ids.tolist(), records, strict=True)) == right
+        saver.cut(2, baseline=True)  # the first one is given up
 
 
 def test_old_versions_go_by_the_policy(tmp_path: Path) -> None:

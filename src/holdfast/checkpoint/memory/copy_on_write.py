@@ -18,6 +18,7 @@ writer drops the version or flags it.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -84,9 +85,11 @@ class CopyOnWrite:
         self._max_wait_seconds = math.inf if max_wait_seconds is None else max_wait_seconds
         self._lock = threading.Lock()
         self._waiting = 0
+        self._buffers: list[NDArray[np.uint8]] = []
         self._wanted = wanted
         counts = [g.rows for g in live.groups] if wanted is None else [len(ids) for ids in wanted]
-        shares = _shares([c * g.record_bytes for c, g in zip(counts, live.groups, strict=True)], max_bytes)
+        sizes = [c * (g.record_bytes + _SLOT_BYTES) for c, g in zip(counts, live.groups, strict=True)]
+        shares = _shares(sizes, max_bytes)
         self._logs = [
             _SideLog(group, share, row_multiple, None if wanted is None else wanted[n])
             for n, (group, share) in enumerate(zip(live.groups, shares, strict=True))
@@ -205,6 +208,7 @@ class CopyOnWrite:
                 with self._lock:
                     self._unread.discard(group)
                     log.free()
+                self._buffers.clear()
             if len(ids):
                 yield found
 
@@ -216,7 +220,26 @@ class CopyOnWrite:
         return wanted[first:behind]
 
     def _copies(self, group: int, rows: int) -> tuple[Bytes2D, ...]:
-        return tuple(np.empty((rows, field.live_bytes), np.uint8) for field in self.live.groups[group].fields)
+        """Memory for so many rows of a group."""
+        fields = self.live.groups[group].fields
+        space = self._space(rows * sum(field.live_bytes for field in fields))
+        copies, at = [], 0
+        for field in fields:
+            end = at + rows * field.live_bytes
+            copies.append(space[at:end].reshape(rows, field.live_bytes))
+            at = end
+        return tuple(copies)
+
+    def _space(self, size: int) -> NDArray[np.uint8]:
+        """Memory that no block uses any more: fresh memory would cost a page fault for every 4 KiB."""
+        for buffer in self._buffers:
+            # Arrays of a block refer to their buffer as long as they exist. Three references are ours: the
+            # list, the variable and the argument.
+            if sys.getrefcount(buffer) == 3 and len(buffer) >= size:
+                return buffer
+        buffer = np.empty(size, np.uint8)
+        self._buffers.append(buffer)
+        return buffer
 
     def _gather(self, group: int, ids: RowIds, copies: Sequence[Bytes2D]) -> None:
         groups = range(len(self._logs))
@@ -336,6 +359,6 @@ def _shares(bytes_: Sequence[int], most: int) -> list[int]:
     shares = [0] * len(bytes_)
     order = sorted(range(len(bytes_)), key=lambda n: bytes_[n])
     for count, n in enumerate(order):
-        shares[n] = min(bytes_[n] * 2, most // (len(order) - count))
+        shares[n] = min(bytes_[n], most // (len(order) - count))
         most -= shares[n]
     return shares

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from holdfast.checkpoint.memory.tracker import RowSet
 from holdfast.errors import SaveVoid
 from holdfast.options import Differential, Policy
 
+BASELINE_SHARE = 0.1
+"""Of all processors, for writing a baseline during training."""
+
 
 class SaveCancelled(Exception):
     """Another save has taken the place of this one."""
@@ -25,6 +29,7 @@ class Cancellation:
     """Whether a save is still wanted. One thread cancels it; the writing thread checks."""
 
     cancelled: bool = False
+    is_waited_for: bool = False
     snapshot: CopyOnWrite | None = None
     """The snapshot that is read while the save is written."""
 
@@ -39,7 +44,15 @@ class Cancellation:
 
     def hurries(self) -> bool:
         """Whether somebody waits for the save: it should not rest."""
-        return self.cancelled or (self.snapshot is not None and self.snapshot.is_waited_for)
+        waited_for = self.snapshot is not None and self.snapshot.is_waited_for
+        return self.cancelled or self.is_waited_for or waited_for
+
+
+def share_of(policy: Policy, *, baseline: bool) -> float:
+    """The share of a processor that writing a version may take: a baseline's is limited even by default."""
+    if policy.background_share is not None:
+        return policy.background_share
+    return min(1.0, BASELINE_SHARE * len(os.sched_getaffinity(0))) if baseline else 1.0
 
 
 class IncrementRows:
@@ -79,12 +92,12 @@ def write_rows(
     rows: Sequence[RowSource],
     *,
     baseline: bool,
-    background_share: float,
+    policy: Policy,
     wanted: Cancellation,
     file_bytes: int | None = None,
 ) -> ShardChange:
     """Encode rows (of each group) and write them as a version's files; raises what ``wanted`` raises."""
-    with closing(encoder.blocks_ahead(rows, background_share, wanted.hurries)) as blocks:
+    with closing(encoder.blocks_ahead(rows, share_of(policy, baseline=baseline), wanted.hurries)) as blocks:
         return shard.write(
             store, version, blocks, baseline=baseline, check=wanted.check, file_bytes=file_bytes
         )

@@ -28,17 +28,23 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.background import Background, Latch
 from holdfast.checkpoint.format.encoding import Encoder
 from holdfast.checkpoint.format.manifest import Era, Version
-from holdfast.checkpoint.format.records import Bytes2D, Group, RowIds, Rows, SampledRows
-from holdfast.checkpoint.layout.bundles import FILE_BYTES, Puts, ShardChange
+from holdfast.checkpoint.format.records import Group, Rows, SampledRows
+from holdfast.checkpoint.layout.bundles import Puts, ShardChange
 from holdfast.checkpoint.layout.shard import Shard
-from holdfast.checkpoint.memory.copy_on_write import COPIED_BYTES, CopyOnWrite, OnRead, default_max_memory
+from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, OnRead
 from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
-from holdfast.checkpoint.memory.live import Gather, LiveTables
+from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
 from holdfast.checkpoint.memory.tracker import FindChanged, Tracker
 from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.saving.publisher import NewVersion, Publisher
-from holdfast.checkpoint.saving.shard_rows import Cancellation, IncrementRows, SaveCancelled, write_rows
+from holdfast.checkpoint.saving.row_copies import RowCopies, RowCopy, file_bytes
+from holdfast.checkpoint.saving.shard_rows import (
+    Cancellation,
+    IncrementRows,
+    SaveCancelled,
+    write_rows,
+)
 from holdfast.checkpoint.store import Store
 from holdfast.errors import (
     CheckpointError,
@@ -139,9 +145,7 @@ class _Copying:
     """Rows of a version while they are copied."""
 
     baseline: bool
-    rows: Sequence[SampledRows]
-    gather: Gather
-    frozen: CopyOnWrite | None = None
+    copy: RowCopy
 
 
 class _MakesRoom:
@@ -191,7 +195,7 @@ class Writer:
         self._said: BitsChoice | None = None
         self._publisher = Publisher(self.catalog)
         self._increment = IncrementRows(policy, ())
-        self._arena: list[list[Bytes2D]] = []
+        self._copies = RowCopies(policy, ())
         self._next_version = self.catalog.next_version()
         self._thread = Background("holdfast-save")
         self._under_way: _Outcome | None = None
@@ -220,7 +224,7 @@ class Writer:
             self._tables = tables
             self.tracker = Tracker(tables.groups, self._priorities())
             self._increment = IncrementRows(self.policy, [g.rows for g in tables.groups])
-            self._arena = [[] for _ in tables.groups]
+            self._copies = RowCopies(self.policy, tables.groups)
             keep_digests = self.policy.verify != 0 and not isinstance(self.strategy, Full)
             self._digests = RowDigests(tables.groups) if keep_digests else None
             self.begin_anew()
@@ -491,11 +495,13 @@ class Writer:
 
     def finish_saves(self) -> None:
         """Return when no save is in progress, whatever became of it."""
+        if self._under_way is not None:
+            self._under_way.wanted.is_waited_for = True
         self._thread.wait()
 
     def wait(self) -> None:
         """Return when every save is durable and files are rearranged; raises SaveFailed if a save failed."""
-        self._thread.wait()
+        self.finish_saves()
         self._collect_and_flag()
         self._thread.raise_error()
 
@@ -510,10 +516,13 @@ class Writer:
 
     def finish(self, most_seconds: float) -> bool:
         """Finish the save in progress and end the thread; False on timeout. Call ``close`` afterwards."""
+        if self._under_way is not None:
+            self._under_way.wanted.is_waited_for = True
         return self._thread.close(most_seconds)
 
     def close(self) -> None:
         """Finish the save in progress and end the thread."""
+        self.finish_saves()
         self._thread.close()
         self._collect_and_flag()
         self._thread.raise_error()
@@ -531,6 +540,7 @@ class Writer:
         if self.policy.when_busy == "cancel" and outcome.may_be_cancelled:
             outcome.wanted.cancelled = True
             self._take_back(outcome)
+        outcome.wanted.is_waited_for = True
         outcome.known.wait()
 
     def _take_back(self, outcome: _Outcome) -> None:
@@ -554,7 +564,7 @@ class Writer:
             tables, unseen = source.look()
             self._nothing_unseen = not unseen
             if copying is not None and (unseen or tables is not self._tables):
-                copying.gather.finish()
+                copying.copy.gather.finish()
                 self.tracker.give_back()
                 copying = None
             if copying is None:
@@ -568,35 +578,18 @@ class Writer:
             state = source.capture()
         finally:
             if copying is not None:
-                copying.gather.finish()
-        return _Snapshot(copying.baseline, copying.rows, state, copying.frozen)
+                copying.copy.gather.finish()
+        return _Snapshot(copying.baseline, copying.copy.rows, state, copying.copy.frozen)
 
     def _start_copying(self, whole: bool) -> _Copying:
         baseline = self._publisher.baseline_is_due(self._shard.live_bytes())
         if self._digests is not None:  # a suspected table is compared completely
             self._digests.verified(self.tracker.suspects, self._next_version)
         wanted = self.tracker.take(whole=whole or baseline, find=self._finder(baseline))
-        if baseline:
-            if self._tables_bytes > COPIED_BYTES:
-                return self._freeze(None)
-            wanted = [np.arange(g.rows, dtype=np.int64) for g in self._groups]
-        else:
+        if not baseline:
             wanted = [self._increment.add(number, ids) for number, ids in enumerate(wanted)]
-            if (
-                sum(len(i) * g.record_bytes for i, g in zip(wanted, self._groups, strict=True))
-                > self._max_memory
-            ):
-                return self._freeze(wanted)
-        copies = [self._space(number, len(ids)) for number, ids in enumerate(wanted)]
-        copied = [Rows(ids, tuple(fields)) for ids, fields in zip(wanted, copies, strict=True)]
-        return _Copying(baseline, copied, self._tables.start_gather(wanted, copies))
-
-    def _freeze(self, wanted: Sequence[RowIds] | None) -> _Copying:
-        """Let rows, all or the wanted ones, be read while the version is written."""
-        limit = self._max_memory - 2 * self._file_bytes
-        on_read = self._digests_of_read(wanted is None)
-        frozen = CopyOnWrite(self._tables, limit, wanted=wanted, on_read=on_read)
-        return _Copying(wanted is None, frozen.groups, Gather(()), frozen)
+        on_read = self._digests_of_read(baseline)
+        return _Copying(baseline, self._copies.copy(self._tables, None if baseline else wanted, on_read))
 
     def _digests_of_read(self, baseline: bool) -> OnRead:
         """Notes the digests of rows that were read. Of a baseline's rows, those that neither had changed
@@ -617,19 +610,6 @@ class Writer:
 
         return note
 
-    @property
-    def _tables_bytes(self) -> int:
-        return sum(group.rows * group.record_bytes for group in self._groups)
-
-    @property
-    def _max_memory(self) -> int:
-        return self.policy.max_memory or default_max_memory(self._tables_bytes)
-
-    @property
-    def _file_bytes(self) -> int:
-        """Rows are in memory until the file that they belong to is written."""
-        return min(FILE_BYTES, self._max_memory // 4)
-
     def _finder(self, baseline: bool) -> FindChanged | None:
         """Finds the changed rows of tables in which any row may have changed."""
         if baseline:
@@ -637,19 +617,6 @@ class Writer:
         if self._digests is None:
             return None
         return partial(self._digests.find_changed, self._tables)
-
-    def _space(self, number: int, rows: int) -> list[Bytes2D]:
-        """Memory for a snapshot: reuses the last one's if it is large enough and not much too large.
-
-        Saves never overlap, so the last snapshot is no longer needed. Fresh memory would cost a page fault
-        for every 4 KiB while training waits.
-        """
-        arena = self._arena[number]
-        if not arena or len(arena[0]) < rows or len(arena[0]) > 8 * max(rows, 1024):
-            space = rows + rows // 4
-            arena = [np.empty((space, f.live_bytes), np.uint8) for f in self._groups[number].fields]
-            self._arena[number] = arena
-        return [field[:rows] for field in arena]
 
     def _write(
         self, outcome: _Outcome, snapshot: _Snapshot, metadata: dict[str, Any], stall: Sequence[float]
@@ -677,8 +644,7 @@ class Writer:
             copied_bytes=frozen.peak_bytes if frozen is not None else 0,
         )  # fmt: skip
         del snapshot, change, frozen
-        if sum(field.nbytes for arena in self._arena for field in arena) > self._max_memory:
-            self._arena = [[] for _ in self._groups]
+        self._copies.give_back()
         outcome.known.open()
         try:
             self._tidy(report, number, time.thread_time() - cpu)
@@ -734,12 +700,12 @@ class Writer:
         """Write the files of a version and publish the manifest that makes it exist."""
         wanted = outcome.wanted
         store: Puts = self.store
-        file_bytes = None
+        limit = None
         if snapshot.frozen is not None:
-            store, file_bytes = _MakesRoom(store, self._make_room), self._file_bytes
+            store, limit = _MakesRoom(store, self._make_room), file_bytes(self._copies.max_memory)
         change = write_rows(
             shard, store, encoder, new.number, snapshot.rows, baseline=new.baseline,
-            background_share=self.policy.background_share, wanted=wanted, file_bytes=file_bytes,
+            policy=self.policy, wanted=wanted, file_bytes=limit,
         )  # fmt: skip
         if snapshot.frozen is not None:
             if self._unseen_in_baseline:

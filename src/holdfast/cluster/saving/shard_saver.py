@@ -22,12 +22,19 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.manifest import FileChange, Version, read_newest
 from holdfast.checkpoint.format.records import Bytes2D, Field, Group, Rows, RowSource, Table
-from holdfast.checkpoint.layout.bundles import FILE_BYTES, ShardChange
+from holdfast.checkpoint.layout.bundles import ShardChange
 from holdfast.checkpoint.layout.shard import Shard
-from holdfast.checkpoint.memory.copy_on_write import COPIED_BYTES, CopyOnWrite, FrozenRows, default_max_memory
+from holdfast.checkpoint.memory import copy_on_write
+from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, FrozenRows, default_max_memory
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.priority import large_tables, make_priority
-from holdfast.checkpoint.saving.shard_rows import Cancellation, IncrementRows, SaveCancelled, write_rows
+from holdfast.checkpoint.saving.row_copies import file_bytes
+from holdfast.checkpoint.saving.shard_rows import (
+    Cancellation,
+    IncrementRows,
+    SaveCancelled,
+    write_rows,
+)
 from holdfast.checkpoint.store import Store
 from holdfast.cluster.protocol.envelope import Frame
 from holdfast.cluster.protocol.messages import Saved
@@ -102,7 +109,7 @@ class ShardSaver:
         self._placements = plan.placements
         self._store = store
         self._runs = runs
-        self._share = policy.background_share
+        self._policy = policy
         self._strategy: Any = policy.strategy
         self._max_memory = policy.max_memory
         self._encoder = encoder_of(plan)
@@ -243,7 +250,7 @@ class ShardSaver:
         all_bytes = sum(shard.records.nbytes for shard in shards)
         limit = self._max_memory or default_max_memory(all_bytes)
         if save.baseline:
-            if all_bytes > COPIED_BYTES:
+            if all_bytes > copy_on_write.COPIED_BYTES:
                 self._freeze(save, limit, None)
                 return
             wanted = [_own_rows(shard) for shard in shards]
@@ -263,8 +270,8 @@ class ShardSaver:
     def _freeze(self, save: _Save, limit: int, wanted: Sequence[NDArray[np.int64]] | None) -> None:
         """Read rows, all or those at the wanted places, while the version is written."""
         shards = self._shards[: self._tables]
-        frozen = freeze(shards, limit - 2 * _file_bytes(limit), wanted)
-        save.file_bytes, save.wanted.snapshot = _file_bytes(limit), frozen
+        frozen = freeze(shards, limit - 2 * file_bytes(limit), wanted)
+        save.file_bytes, save.wanted.snapshot = file_bytes(limit), frozen
         save.rows = [FrozenShard(shard, rows) for shard, rows in zip(shards, frozen.groups, strict=True)]
         for number, shard in enumerate(shards):
             shard.before_change = partial(frozen.about_to_change, str(number))
@@ -284,7 +291,7 @@ class ShardSaver:
             save.shard = self._shard_for(save)
             save.change = write_rows(
                 save.shard, self._store, self._encoder, save.version, save.rows, baseline=save.baseline,
-                background_share=self._share, wanted=save.wanted, file_bytes=save.file_bytes,
+                policy=self._policy, wanted=save.wanted, file_bytes=save.file_bytes,
             )  # fmt: skip
             save.wanted.check()
             self._store.sync()  # the supervisor's publish does not sync files of others
@@ -370,11 +377,6 @@ def _as_rows(shard: GroupShard, ids: NDArray[np.int64], records: NDArray[np.uint
 
 def _bytes(words: NDArray[np.uint32]) -> Bytes2D:
     return np.ascontiguousarray(words).view(np.uint8).reshape(len(words), 4 * words.shape[1])
-
-
-def _file_bytes(limit: int) -> int:
-    """Rows are in memory until the file that they belong to is written."""
-    return min(FILE_BYTES, limit // 4)
 
 
 def freeze(

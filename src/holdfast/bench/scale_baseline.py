@@ -1,0 +1,248 @@
+"""For ``bench scale``: what a baseline costs while it is written, by the size of the tables.
+
+A DLRM of Terabyte's shape (dimension 64, Adagrad, batches of 2,048 samples) trains in a process of its own,
+for each size one. Windows take turns: in one it trains as it is, in the next it trains while the first
+version of a new store is written, which is a baseline. A step is a training step and the call of
+``Checkpointer.step``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.bench.harness import Report, Spread, stopwatch
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.data.criteo_shape import TERABYTE_ROWS
+from holdfast.errors import HoldfastError
+from holdfast.options import Policy
+from holdfast.training.config import load
+from holdfast.training.trainer import Trainer
+
+BATCH = 2048
+DIM = 64
+RECORD_BYTES = 2 * DIM * 4
+_LEAST_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Steps with or without a baseline being written."""
+
+    longest_seconds: float
+    median_seconds: float
+    steps_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A window without a baseline, and one with."""
+
+    plain: Window
+    saving: Window
+    extra_bytes: int
+    """Resident memory at most, beyond what there was before the save."""
+    save_call_seconds: float
+    write_seconds: float
+    copied_bytes: int
+    waited_seconds: float
+
+
+def measure_baseline(report: Report, *, gigabytes: Sequence[float], rounds: int, folder: Path | None) -> None:
+    """Stall, slowdown and memory of a baseline for each size of the tables."""
+    report.settings.update(baseline_gigabytes=list(gigabytes), baseline_rounds=rounds, baseline_batch=BATCH)
+    for size in gigabytes:
+        found = _in_a_new_process(size, rounds, folder)
+        tables, torch_save = found["tables_bytes"], found["torch_save_seconds"]
+        name = f"scale.baseline.gb{size:g}"
+        each = [
+            Round(**{**r, "plain": Window(**r["plain"]), "saving": Window(**r["saving"])})
+            for r in found["rounds"]
+        ]
+        report.raw[name] = {"tables_bytes": tables, "rounds": [asdict(one) for one in each]}
+        over = Spread.of([r.saving.longest_seconds / r.plain.median_seconds for r in each])
+        usual = Spread.of([r.plain.longest_seconds / r.plain.median_seconds for r in each])
+        slow = Spread.of([100 * (1 - r.saving.steps_per_second / r.plain.steps_per_second) for r in each])
+        memory = Spread.of([100 * r.extra_bytes / tables for r in each])
+        step = Spread.of([r.plain.median_seconds for r in each])
+        report.figure(
+            f"{name}.stall_over_step", over, f"longest step while {tables / 1e9:.1f} GB are written"
+        )
+        report.figure(f"{name}.plain_stall_over_step", usual, "longest step without a baseline")
+        report.figure(f"{name}.torch_save_over_step", torch_save / step.median, "torch.save stops training")
+        report.figure(f"{name}.slowdown_percent", slow, "of training speed while it is written")
+        report.figure(f"{name}.extra_memory_percent", memory, "of the tables")
+        written = Spread.of([tables / 1e6 / r.write_seconds for r in each])
+        report.figure(f"{name}.write_megabytes_per_second", written)
+        largest = {"stall_over_step": over, "slowdown_percent": slow, "extra_memory_percent": memory}
+    for figure, spread in largest.items():
+        report.figure(f"scale.baseline.{figure}", spread, "of the largest tables")
+
+
+def _in_a_new_process(gigabytes: float, rounds: int, folder: Path | None) -> dict[str, Any]:
+    code = "from holdfast.bench import scale_baseline; scale_baseline.train_and_save()"
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=folder) as name:
+        task = json.dumps({"gigabytes": gigabytes, "rounds": rounds, "folder": name})
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            input=task,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise HoldfastError(
+            f"the process that trains with {gigabytes:g} GB of tables ended with {done.returncode}"
+        )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def max_rows_for(gigabytes: float) -> int:
+    """The limit of the tables' rows with which they have about this size, optimizer state included."""
+    wanted = gigabytes * 1e9 / RECORD_BYTES
+    low, high = 1, max(TERABYTE_ROWS)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(min(rows, middle) for rows in TERABYTE_ROWS) < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def train_and_save() -> None:
+    """Run the windows that standard input asks for, and print what they cost."""
+    task = json.loads(sys.stdin.read())
+    folder = Path(task["folder"])
+    trainer = Trainer(
+        load(
+            None,
+            [
+                "model.preset=criteo-terabyte", "data.cardinalities=terabyte", "optimizer.name=adagrad",
+                f"data.max_rows={max_rows_for(task['gigabytes'])}", f"batch_size={BATCH}",
+                "data.samples=1000000000", "data.test_samples=1",
+            ],
+        )
+    )  # fmt: skip
+    batches = iter(trainer.train_reader.split(0, 1))
+    objects = {f"optim{n}": optimizer for n, optimizer in enumerate(trainer.optimizers)}
+    objects |= {"model": trainer.model}  # type: ignore[dict-item]
+
+    def step(after: Callable[[], object] = lambda: None) -> float:
+        batch = next(batches)
+
+        def work() -> None:
+            trainer.train_step(batch)
+            after()
+
+        return stopwatch(work)
+
+    for _ in range(5):
+        step()
+    _round(objects, step, folder / "warm-up")
+    rounds = [_round(objects, step, folder / str(number)) for number in range(task["rounds"])]
+    states = {name: thing.state_dict() for name, thing in objects.items()}
+    path = folder / "everything.pt"
+    seconds = stopwatch(lambda: _torch_save(states, path))
+    print(
+        json.dumps(
+            {
+                "tables_bytes": RECORD_BYTES * sum(trainer.train_reader.table_rows),
+                "torch_save_seconds": seconds,
+                "rounds": [asdict(one) for one in rounds],
+            }
+        )
+    )
+
+
+def _torch_save(states: dict[str, Any], path: Path) -> None:
+    torch.save(states, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def _round(objects: dict[str, Any], step: Callable[..., float], path: Path) -> Round:
+    policy = Policy(when_busy="skip")
+    with Checkpointer(path, objects, policy) as checkpointer:
+        number = 0
+
+        def told() -> None:
+            nonlocal number
+            number += 1
+            checkpointer.step(number)
+
+        step(told)
+        plain = _window(lambda: step(told), lambda seconds: seconds < _LEAST_SECONDS)
+        with _Memory() as memory:
+            call = 0.0
+
+            def save() -> None:
+                nonlocal call
+                call = stopwatch(lambda: checkpointer.save(number))
+
+            first = step(save)
+            saving = _window(
+                lambda: step(told), lambda seconds: not checkpointer.reports or seconds < 0.1, first
+            )
+        # As long again without: a machine's speed changes within minutes.
+        after = _window(lambda: step(told), lambda seconds: seconds < _LEAST_SECONDS)
+        checkpointer.wait()
+        (report,) = checkpointer.reports
+    plain = Window(
+        max(plain.longest_seconds, after.longest_seconds),
+        (plain.median_seconds + after.median_seconds) / 2,
+        (plain.steps_per_second + after.steps_per_second) / 2,
+    )
+    subprocess.run(["rm", "-rf", str(path)], check=True)
+    return Round(
+        plain, saving, memory.extra, call, report.write_seconds, report.copied_bytes, report.waited_seconds
+    )
+
+
+def _window(
+    step: Callable[[], float], goes_on: Callable[[float], bool], first: float | None = None
+) -> Window:
+    """Train as long as ``goes_on`` says, given the seconds so far."""
+    seconds = [] if first is None else [first]
+    while goes_on(sum(seconds)):
+        seconds.append(step())
+    return Window(max(seconds), float(np.median(seconds)), len(seconds) / sum(seconds))
+
+
+class _Memory:
+    """Follows the resident memory of this process; ``extra`` is the most beyond the beginning."""
+
+    def __init__(self) -> None:
+        self._pages = os.sysconf("SC_PAGE_SIZE")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.extra = 0
+
+    def __enter__(self) -> _Memory:
+        self._began = self._now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.02):
+            self.extra = max(self.extra, self._now() - self._began)
+
+    def _now(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * self._pages
