@@ -48,7 +48,9 @@ class FullCheckpoint:
 def full_checkpoint(config: Config, rounds: int) -> FullCheckpoint:
     """Save a job that many times, and read its last version."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
-        saving = CheckpointConfig(path=f"{folder}/store", every_seconds=0.0, strategy="full", keep=1)
+        saving = CheckpointConfig(
+            path=f"{folder}/store", every_seconds=0.0, strategy="full", keep=1, background_share=1.0
+        )
         config = replace(config, checkpoint=saving)
         with LiveJob(config) as job:
             _pause(job)  # the first one opens the store

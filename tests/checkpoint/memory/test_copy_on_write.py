@@ -198,6 +198,19 @@ def test_who_may_wait_only_so_long_makes_it_void() -> None:
     snapshot.about_to_change("c", np.arange(5))  # returns at once: it is void anyway
 
 
+def test_without_changes_for_a_while_nobody_needs_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    snapshot = CopyOnWrite(Tables().live, NOTHING, idle_seconds=2)
+    busy = CopyOnWrite(Tables().live, NOTHING)
+    found = []
+    for now[0] in (102.0, 102.1):
+        found.append((snapshot.is_idle, busy.is_idle))
+    snapshot.about_to_change("a", np.array([1]))
+    found.append((snapshot.is_idle, busy.is_idle))
+    assert found == [(False, False), (True, False), (False, False)]
+
+
 def test_a_sample_is_of_the_instant() -> None:
     tables = Tables()
     right = tables.all_rows()[0]

@@ -61,6 +61,7 @@ class CopyOnWrite:
         row_multiple: blocks of rows begin at multiples of this.
         max_wait_seconds: how long at a time a thread that changes rows may wait for room in the side log;
             then the snapshot is void. None: as long as it takes.
+        idle_seconds: after so long without a change the writing thread need not rest; None: it must.
         on_read: called in the writing thread for each block with its group, its rows, and which of them were
             in the side log.
     """
@@ -73,6 +74,7 @@ class CopyOnWrite:
         wanted: Sequence[RowIds] | None = None,
         row_multiple: int = 1,
         max_wait_seconds: float | None = None,
+        idle_seconds: float | None = None,
         on_read: OnRead = lambda group, rows, logged: None,
     ) -> None:
         self.live = live
@@ -82,6 +84,8 @@ class CopyOnWrite:
             t.name: (g, n) for g, group in enumerate(live.groups) for n, t in enumerate(group.tables)
         }
         self._on_read = on_read
+        self._idle_seconds = math.inf if idle_seconds is None else idle_seconds
+        self._changed_at = time.monotonic()
         self._max_wait_seconds = math.inf if max_wait_seconds is None else max_wait_seconds
         self._lock = threading.Lock()
         self._waiting = 0
@@ -114,6 +118,11 @@ class CopyOnWrite:
         return self._waiting > 0
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no row has changed for a while: nobody needs the processor."""
+        return time.monotonic() - self._changed_at > self._idle_seconds
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that the side log held at a time."""
         return sum(log.peak_bytes for log in self._logs)
@@ -127,6 +136,7 @@ class CopyOnWrite:
         """
         if self.is_over():
             return
+        self._changed_at = time.monotonic()
         group, number = self._places[table]
         log, addresses = self._logs[group], self.live.addresses(group, number)
         place = self.live.groups[group].tables[number]

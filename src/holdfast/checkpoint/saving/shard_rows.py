@@ -43,9 +43,13 @@ class Cancellation:
             raise SaveVoid(f"rows of {table} changed unannounced while it was written: {why}")
 
     def hurries(self) -> bool:
-        """Whether somebody waits for the save: it should not rest."""
-        waited_for = self.snapshot is not None and self.snapshot.is_waited_for
-        return self.cancelled or self.is_waited_for or waited_for
+        """Whether somebody waits for the save, or nobody trains: it should not rest."""
+        frozen = self.snapshot
+        return (
+            self.cancelled
+            or self.is_waited_for
+            or (frozen is not None and (frozen.is_waited_for or frozen.is_idle))
+        )
 
 
 def share_of(policy: Policy, *, baseline: bool) -> float:

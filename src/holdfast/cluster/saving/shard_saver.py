@@ -48,6 +48,7 @@ from holdfast.tables.shard import GroupShard
 log = logging.getLogger("holdfast.checkpoint")
 
 _LONGEST_WAIT_SECONDS = 2.0  # a server that waits sends no beats
+_IDLE_SECONDS = 0.5  # without a push: workers hold, wait or have finished
 
 
 class Runs(Protocol):
@@ -393,6 +394,7 @@ def freeze(
         wanted=wanted,
         row_multiple=math.lcm(*(shard.placement.k for shard in shards)),
         max_wait_seconds=_LONGEST_WAIT_SECONDS,
+        idle_seconds=_IDLE_SECONDS,
     )
 
 
