@@ -18,7 +18,14 @@ from typing import Any
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.chunk import Piece
 from holdfast.checkpoint.format.dense import Array, TablePlace, decode_tree
-from holdfast.checkpoint.format.manifest import Era, FileEntry, Manifest, Version, read_newest
+from holdfast.checkpoint.format.manifest import (
+    DATA_FOLDERS,
+    Era,
+    FileEntry,
+    Manifest,
+    Version,
+    read_newest,
+)
 from holdfast.checkpoint.format.records import Group
 from holdfast.checkpoint.layout.pruning import is_prunable, prune
 from holdfast.checkpoint.reading.stretches import open_file
@@ -35,7 +42,6 @@ from holdfast.errors import (
 )
 from holdfast.options import Policy
 
-DATA_FOLDERS = ("chunks/", "dense/")
 _OPEN_AT_ONCE = 8
 _TRIES = 5
 _LONGEST_VALUE = 60
