@@ -13,7 +13,7 @@ have what is older (``segments.py``), and has in itself what has changed since t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -45,13 +45,13 @@ from holdfast.errors import (
 )
 
 __all__ = [
-    "DATA_FOLDERS", "EMPTY", "FORMATS", "DenseEntry", "Era", "FileChange", "FileEntry", "FileKind", "Head",
-    "Manifest", "Stored", "Version", "decode", "decode_head", "encode", "encode_head", "is_needed",
-    "is_written_name", "misplaced", "name_of", "numbers", "problem_of", "raise_if_unreachable", "read",
-    "read_newest", "read_newest_stored", "read_stored", "version_of", "without_unneeded_files",
+    "DATA_FOLDERS", "EMPTY", "DenseEntry", "Era", "FileChange", "FileEntry", "FileKind", "Head", "Manifest",
+    "Stored", "Version", "damaged_segments", "decode", "decode_head", "encode", "encode_head", "is_needed",
+    "is_written_name", "misplaced", "name_of", "names_in", "numbers", "problem_of", "raise_if_unreachable",
+    "read", "read_newest", "read_newest_stored", "read_stored", "version_of", "without_unneeded_files",
 ]  # fmt: skip
 
-WHOLE, IN_SEGMENTS = FORMATS = (1, 2)
+WHOLE, IN_SEGMENTS = 1, 2  # formats
 FOLDER = "manifests/"
 DATA_FOLDERS = ("chunks/", "dense/", SEGMENT_FOLDER)
 LARGEST_MANIFEST = 1 << 30
@@ -310,22 +310,49 @@ def read_stored(store: Store, number: int) -> Stored:
 
     Raises ObjectMissing if it is not there, or a segment that may have been merged with others since.
     """
+    found, where = _read_head(store, number)
+    if isinstance(found, Manifest):
+        return Stored(_checked(found, where))
+    damaged: list[str] = []
+    parts = [_read_segment(store, number, segment, damaged) for segment in found.segments]
+    return Stored(assemble(found, parts, where), (*parts, found.recent), tuple(damaged))
+
+
+def names_in(store: Store, number: int, besides: Manifest) -> set[str]:
+    """All names in a manifest and its segments, save for segments of another manifest. Reads only these."""
+    found, _ = _read_head(store, number)
+    if isinstance(found, Manifest):
+        return found.file_names()
+    others = [segment for segment in found.segments if segment not in besides.segments]
+    parts = [found.recent, *(_read_segment(store, number, segment, []) for segment in others)]
+    names = {f.name for part in parts for era in part.of_eras() for f in era.files}
+    names.update(version.dense.name for part in parts for version in part.versions)
+    return names.union(*(segment.names for segment in found.segments))
+
+
+def damaged_segments(store: Store, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the objects of a manifest's segments, both copies of each."""
+    for segment in manifest.segments:
+        for name in segment.names:
+            try:
+                _read_copy(store, segment, name)
+            except (CorruptCheckpoint, StoreError) as error:
+                raise_if_unreachable(store, error)
+                if not _may_be_merged(store, manifest.number, [error]):
+                    yield str(error)
+
+
+def _read_head(store: Store, number: int) -> tuple[Manifest | Head, str]:
+    """A manifest as it is stored, and how to name it."""
     name = name_of(number)
     where = f"{store.url}: {name}"
     with store.open(name) as reader:
         if reader.size > LARGEST_MANIFEST:
             raise CorruptCheckpoint(f"{where} has {reader.size} bytes: no manifest is that large")
         found = decode_head(reader.read(), where)
-    damaged: list[str] = []
-    parts: list[Part] = []
-    if isinstance(found, Head):
-        parts = [_read_segment(store, number, segment, damaged) for segment in found.segments]
-        stored = Stored(assemble(found, parts, where), (*parts, found.recent), tuple(damaged))
-    else:
-        stored = Stored(_checked(found, where))
-    if stored.manifest.number != number:
+    if found.number != number:
         raise CorruptCheckpoint(f"{where} holds manifest {found.number}: files were swapped")
-    return stored
+    return found, where
 
 
 def _read_segment(store: Store, number: int, segment: Segment, damaged: list[str]) -> Part:
@@ -333,19 +360,28 @@ def _read_segment(store: Store, number: int, segment: Segment, damaged: list[str
     errors: list[HoldfastError] = []
     for name in segment.names:
         try:
-            with store.open(name) as reader:
-                data = reader.read(0, min(reader.size, segment.bytes + 1))
-            part = unpack(segment, data, f"{store.url}: {name}")
+            part = _read_copy(store, segment, name)
         except (CorruptCheckpoint, StoreError) as error:
             raise_if_unreachable(store, error)
             errors.append(error)
         else:
             damaged += map(str, errors)
             return part
-    missing = all(isinstance(error, ObjectMissing) for error in errors)
-    if missing and max(numbers(store), default=0) > number:
-        raise errors[0]  # newer manifests do not name it; without any, this is damage
+    if _may_be_merged(store, number, errors):
+        raise errors[0]
     raise CorruptCheckpoint(f"{store.url}: {name_of(number)} cannot be read: {'; '.join(map(str, errors))}")
+
+
+def _may_be_merged(store: Store, number: int, errors: Sequence[HoldfastError]) -> bool:
+    """Whether a segment of a manifest may be missing because a newer manifest does not need it."""
+    missing = all(isinstance(error, ObjectMissing) for error in errors)
+    return missing and max(numbers(store), default=0) > number
+
+
+def _read_copy(store: Store, segment: Segment, name: str) -> Part:
+    with store.open(name) as reader:
+        data = reader.read(0, min(reader.size, segment.bytes + 1))
+    return unpack(segment, data, f"{store.url}: {name}")
 
 
 def read_newest(store: Store, complaints: list[str] | None = None) -> Manifest:

@@ -44,7 +44,6 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.chunk import OPEN, checksum
 from holdfast.checkpoint.format.manifest import (
     DATA_FOLDERS,
-    EMPTY,
     Era,
     FileChange,
     Head,
@@ -110,7 +109,7 @@ class Catalog:
         self._undeleted: list[str] = []
         self._found_before: set[str] = set()
         self._leave_alone_what_is_there()
-        self._only_before = self._read_previous().file_names() - self.manifest.file_names()
+        self._only_before = self._read_previous()
         # A damaged manifest may have had later versions. Their files exist: nothing was deleted since.
         self._last_seen = max(
             (manifests.version_of(info.name) for info in (store.list("dense/") if self.complaints else ())),
@@ -165,17 +164,19 @@ class Catalog:
     def _highest_taken(self) -> int:
         return max([0, *manifests.numbers(self.store), *manifests.misplaced(self.store)])
 
-    def _read_previous(self) -> Manifest:
-        older = [n for n in manifests.numbers(self.store) if n < self.manifest.number]
+    def _read_previous(self) -> set[str]:
+        """The files of the manifest before the current one that this one does not need."""
+        older = [n for n in manifests.numbers(self.store) if n < self._current.number]
         if not older:
-            return EMPTY
+            return set()
         try:
-            return manifests.read(self.store, older[0])
+            named = manifests.names_in(self.store, older[0], besides=self.manifest)
         except ObjectMissing:
-            return EMPTY  # of an attempt that failed, and was cleared away: nothing rests on it
+            return set()  # of an attempt that failed, and was cleared away: nothing rests on it
         except Exception as error:
             self.complaints.append(str(error))
-            return EMPTY
+            return set()
+        return named - self.manifest.file_names()
 
     @property
     def newest(self) -> Version | None:
