@@ -77,10 +77,15 @@ class Mentions:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A segment, and what it mentions."""
+    """A segment, what it mentions, and the newest version among that."""
 
     segment: Segment
     mentions: Mentions
+    newest: int
+
+    @classmethod
+    def of(cls, segment: Segment, mentions: Mentions) -> _Known:
+        return cls(segment, mentions, max(mentions.versions, default=0))
 
 
 class History:
@@ -103,7 +108,7 @@ class History:
         self.last_version = max([manifest.last_version, *self.versions])
         self.dropped: list[str] = []
         mentions = [Mentions.of(part) for part in stored.parts]
-        self._known = tuple(map(_Known, manifest.segments, mentions))
+        self._known = tuple(map(_Known.of, manifest.segments, mentions))
         self._recent = mentions[-1] if mentions else self._everything()
         self._recent_files = self._entries_of(self._recent)
         self._files = sum(len(era.files) for era in manifest.eras)
@@ -289,7 +294,7 @@ class History:
                     files[era].append(entries[name])
             elif any(name in one.files for one in below):
                 removed.append(name)
-        newest = max((max(one.versions, default=0) for one in below), default=0)
+        newest = max((known.newest for known in older), default=0)
         part = Part(
             eras=[
                 msgspec.structs.replace(self.eras[n], files=files[n]) for n in files if n in mentions.begun
@@ -365,7 +370,7 @@ class History:
         segment, data = pack(part, number)
         self.adopt(unpack(segment, data, "its segment"))
         self.dropped += [name for known in merged for name in known.segment.names]
-        self._known = (*older, _Known(segment, mentions))
+        self._known = (*older, _Known.of(segment, mentions))
         self._recent, self._recent_files, self._must_rewrite = (
             Mentions(),
             {},
