@@ -31,7 +31,7 @@ from holdfast.errors import CorruptCheckpoint
 FOLDER = "segments/"
 _SUFFIX = ".json.gz"
 _COPY = "-copy"
-_STEM = rf"{FOLDER}\d{{10}}-[0-9a-f]{{12}}"
+_STEM = rf"{FOLDER}[0-9]{{10}}-[0-9a-f]{{12}}"
 _NAME = re.compile(rf"{_STEM}\.json\.gz")
 NAME_PATTERN = rf"{_STEM}({_COPY})?\.json\.gz"
 _K = TypeVar("_K")

@@ -356,7 +356,7 @@ class Catalog:
         if policy.keep is None and policy.keep_every is None and policy.keep_seconds is None:
             return []
         older = list(history.versions)[: -max(policy.keep or 1, 1)]
-        if policy.keep_every is not None:
+        if policy.keep_every:
             older = [number for number in older if number % policy.keep_every]
         if policy.keep_seconds is not None:
             now = time.time() if now is None else now
