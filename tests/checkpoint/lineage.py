@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.dense import encode_tree
-from holdfast.checkpoint.format.manifest import Manifest, Version, read_newest
+from holdfast.checkpoint.format.manifest import DATA_FOLDERS, Manifest, Version, read_newest
 from holdfast.checkpoint.format.records import Field, make_groups
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.reading.loader import RowLoader
@@ -186,7 +186,6 @@ def check_store(store: Store, *, on_grids: bool = False) -> Manifest:
 def check_no_leftovers(line: Lineage) -> None:
     """Fails if there are files that nobody needs, or if one is missing."""
     catalog = line.writer.catalog
-    named = catalog.manifest.file_names() | catalog._previous.file_names()
-    retired = {name for name, _ in catalog.manifest.retired}
-    found = {info.name for folder in ("chunks/", "dense/") for info in line.store.list(folder)}
-    assert named <= found <= named | retired | catalog._found_before
+    named = catalog.manifest.file_names() | catalog._only_before
+    found = {info.name for folder in DATA_FOLDERS for info in line.store.list(folder)}
+    assert named <= found <= catalog.named_files()

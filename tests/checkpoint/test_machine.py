@@ -26,6 +26,7 @@ from holdfast.checkpoint.layout import rounds
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.reading.loader import RowLoader
 from holdfast.checkpoint.reading.version import open_version
+from holdfast.checkpoint.saving import history
 from holdfast.checkpoint.saving.writer import Writer
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import NoSuchVersion, SaveFailed, StoreError
@@ -216,6 +217,7 @@ def run(strategy: Any, keep: int | None, examples: int, steps: int, *, quantized
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_any_order(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    monkeypatch.setattr(history, "RECENT_BYTES", 1500)
     chunked = isinstance(strategy, Chunked)
     run(strategy, None, 12 if chunked else 4, 50)
     run(strategy, 3, 8 if chunked else 3, 30)
@@ -236,4 +238,5 @@ def test_any_order_for_long(
     strategy: Any, keep: int | None, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    monkeypatch.setattr(history, "RECENT_BYTES", 1500)
     run(strategy, keep, 200, 80, quantized=quantized)

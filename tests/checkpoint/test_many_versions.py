@@ -15,6 +15,7 @@ from holdfast.checkpoint.format.chunk import OPEN, checksum
 from holdfast.checkpoint.format.manifest import (
     DenseEntry,
     Era,
+    FileChange,
     FileEntry,
     Manifest,
     Version,
@@ -22,6 +23,7 @@ from holdfast.checkpoint.format.manifest import (
     name_of,
     read_newest,
 )
+from holdfast.checkpoint.saving import history
 from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.local import LocalStore
@@ -118,3 +120,34 @@ def test_the_work_grows_as_the_manifest_does(stores: list[LocalStore], look: str
     assert small > SMALL  # it was counted
     # With pairs of them it would be the square of that.
     assert large < 1.3 * (LARGE / SMALL) * small
+
+
+@pytest.mark.parametrize("look", ["commit", "flag"])
+def test_the_work_of_a_publication_does_not_grow(
+    stores: list[LocalStore], look: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted where Holdfast's lines run: lists are copied, but not gone through."""
+    monkeypatch.setattr(history, "RECENT_BYTES", 1 << 20)  # the cost of merging is measured by the bench
+    counts = []
+    for store in stores:
+        catalog = Catalog(store, hf.Policy())
+        catalog.take_over()
+        with monkeypatch.context() as once:
+            once.setattr(history, "RECENT_BYTES", 100)
+            publish(catalog, "commit")
+        assert len(catalog.manifest.segments) == 1
+        counts.append(lines_run(lambda: publish(catalog, look)))  # noqa: B023
+    small, large = counts
+    assert small > 50  # it was counted
+    assert large < 1.2 * small
+
+
+def publish(catalog: Catalog, what: str) -> None:
+    newest = catalog.newest
+    assert newest is not None
+    if what == "flag":
+        catalog.flag_versions({newest.version: "why"})
+    else:
+        number = catalog.next_version()
+        change = FileChange((entry(number),))
+        catalog.commit_version(version(number, newest.era), [], "x", [change])

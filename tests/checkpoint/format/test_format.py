@@ -5,6 +5,7 @@ Slow, obvious, and without Holdfast's code.
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 import holdfast as hf
+from holdfast.checkpoint.saving import history
 from tests.checkpoint.test_checkpointer import STRATEGIES, Run
 from tests.checkpoint.test_quantized_checkpoints import Tables
 
@@ -31,8 +33,45 @@ def read_manifest(store: Path) -> dict[str, Any]:
     assert data[-2:] == b"}\n"
     assert checksum(data[58:-2]).encode() == data[13:45]
     body: dict[str, Any] = json.loads(data[58:-2])
-    assert body["format"] == 1
-    return body
+    if body["format"] == 1:
+        return body
+    assert body["format"] == 2
+    return read_parts(store, body)
+
+
+def read_parts(store: Path, head: dict[str, Any]) -> dict[str, Any]:
+    versions: dict[int, dict[str, Any]] = {}
+    eras: dict[int, dict[str, Any]] = {}
+    for part in [*(read_segment(store, *segment) for segment in head["segments"]), head["recent"]]:
+        for era, died, group, count in part.get("replaced", []):
+            for v in versions.values():
+                if v["era"] == era and v["version"] >= died and v["records"]:
+                    v["records"][group] -= count
+        for number in part.get("deleted", []):
+            del versions[number]
+        versions |= {v["version"]: v for v in part.get("versions", [])}
+        for era in part.get("eras", []):
+            eras[era["number"]] = era | {"files": {f["name"]: f for f in era["files"]}}
+        for more in part.get("more", []):
+            eras[more["number"]]["open_records"] = more["open_records"]
+            eras[more["number"]]["files"] |= {f["name"]: f for f in more["files"]}
+        for name in part.get("removed", []):
+            for era in eras.values():
+                era["files"].pop(name, None)
+    kept = {v["era"] for v in versions.values()}
+    found = [era | {"files": list(era["files"].values())} for n, era in eras.items() if n in kept]
+    return {**head, "versions": list(versions.values()), "eras": found}
+
+
+def read_segment(store: Path, name: str, size: int, expected: str, length: int) -> dict[str, Any]:
+    data = (store / name).read_bytes()
+    copy = store / (name.removesuffix(".json.gz") + "-copy.json.gz")
+    assert copy.read_bytes() == data
+    assert (len(data), checksum(data)) == (size, expected)
+    body = gzip.decompress(data)
+    assert len(body) == length
+    found: dict[str, Any] = json.loads(body)
+    return found
 
 
 def decode_ids(encoding: str, data: bytes, rows: int, first: int, last: int) -> list[int]:
@@ -196,7 +235,13 @@ def decode_log(data: bytes, width: int, codec: dict[str, Any]) -> NDArray[np.flo
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_reader_made_from_the_page(tmp_path: Path, strategy: Any) -> None:
+@pytest.mark.parametrize("format_", [1, 2])
+def test_a_reader_made_from_the_page(
+    tmp_path: Path, strategy: Any, format_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if format_ == 2:  # segments at almost every save
+        monkeypatch.setattr(history, "RECENT_BYTES", 1500)
+        monkeypatch.setattr(history, "FANOUT", 2)
     run = Run()
     truth = {}
     with hf.Checkpointer(tmp_path, run.objects, hf.Policy(strategy=strategy)) as ckpt:
@@ -204,6 +249,7 @@ def test_a_reader_made_from_the_page(tmp_path: Path, strategy: Any) -> None:
             run.train(4)
             version = ckpt.save(step)
             truth[version] = [p.detach().clone().numpy() for p in run.model.tables.parameters()]
+    assert read_manifest(tmp_path)["format"] == format_
     for version, tables in truth.items():
         assert version is not None
         found = read_rows(tmp_path, version)

@@ -153,8 +153,8 @@ def test_an_unknown_kind_of_file(kind: Any) -> None:
 
 
 def test_another_format() -> None:
-    with pytest.raises(CorruptCheckpoint, match="has format 2; this Holdfast reads format 1"):
-        decode(changed(format=2), "here")
+    with pytest.raises(CorruptCheckpoint, match="has format 3; this Holdfast reads formats 1 and 2"):
+        decode(changed(format=3), "here")
 
 
 CODED: dict[str, Any] = {"fields": [["w", "F32", 4, UniformCodec(8, 32).to_json()]], "tables": [["a", 1]]}

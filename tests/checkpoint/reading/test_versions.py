@@ -162,7 +162,7 @@ def test_what_retention_leaves_comes_back_and_the_rest_is_freed(tmp_path: Path, 
     trainer.save(trainer.train())
     trainer.save(trainer.train())
     check_all(trainer)
-    named = trainer.catalog.manifest.file_names() | trainer.catalog._previous.file_names()
+    named = trainer.catalog.manifest.file_names() | trainer.catalog._only_before
     on_disk = {info.name for folder in ("chunks/", "dense/") for info in store.list(folder)}
     assert on_disk == named, "deleted versions leave no files behind"
     assert all("00000001" not in name for name in on_disk)

@@ -17,6 +17,7 @@ from torch import nn
 import holdfast as hf
 from holdfast.checkpoint import checkpointer as api
 from holdfast.checkpoint.layout import rounds
+from holdfast.checkpoint.saving import history
 from holdfast.checkpoint.store.base import PARTIAL_PREFIX
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.testing.crash import CrashState, Journal, RecordingFiles, crash_states, materialise
@@ -112,7 +113,9 @@ def check(state: CrashState, folder: Path, cache: Path, policy: hf.Policy) -> No
     assert not list(folder.rglob(f"{PARTIAL_PREFIX}*"))
 
 
-def run(tmp_path: Path, policy: hf.Policy, every: bool, seed: int, in_suite: int = STATES_IN_SUITE) -> None:
+def run(
+    tmp_path: Path, policy: hf.Policy, every: bool, seed: int, in_suite: int = STATES_IN_SUITE
+) -> Journal:
     journal = Journal()
     work(tmp_path / "store", policy, journal)
     kinds: Counter[str] = Counter()
@@ -123,12 +126,24 @@ def run(tmp_path: Path, policy: hf.Policy, every: bool, seed: int, in_suite: int
         kinds[state.kind] += 1
     assert set(kinds) >= {"lost", "kept", "mixed"}, "crashes of all kinds were tried"
     assert state.prefix == len(journal.operations)
+    return journal
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_crash_at_some_operations(tmp_path: Path, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
     run(tmp_path, hf.Policy(strategy=strategy), every=False, seed=STRATEGIES.index(strategy))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_crash_with_segments(tmp_path: Path, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the copies of a segment, before and after the manifest that names it, while it is merged."""
+    monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    monkeypatch.setattr(history, "RECENT_BYTES", 1000)
+    monkeypatch.setattr(history, "FANOUT", 2)
+    journal = run(tmp_path, hf.Policy(strategy=strategy), every=False, seed=20 + STRATEGIES.index(strategy))
+    kinds = {o.kind for o in journal.operations if "segments/" in o.path + o.target}
+    assert {"link", "unlink"} <= kinds, "segments were written and deleted"
 
 
 @pytest.mark.parametrize("strategy", WITH_QUANTIZED, ids=str)
@@ -146,6 +161,9 @@ def test_a_crash_at_every_operation(
     tmp_path: Path, strategy: Any, seed: int, quantized: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    if seed:
+        monkeypatch.setattr(history, "RECENT_BYTES", 1000 * seed)
+        monkeypatch.setattr(history, "FANOUT", 2)
     run(tmp_path, hf.Policy(strategy=strategy, **quantized), every=True, seed=seed)
 
 

@@ -20,6 +20,7 @@ import pytest
 import holdfast as hf
 from holdfast.checkpoint.format.manifest import name_of, read_newest
 from holdfast.checkpoint.layout import rounds
+from holdfast.checkpoint.saving import history
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.tools.inspect import collect_garbage
@@ -120,6 +121,9 @@ class Rivals:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    # Segments at almost every save, as in long histories.
+    monkeypatch.setattr(history, "RECENT_BYTES", 800)
+    monkeypatch.setattr(history, "FANOUT", 2)
 
 
 def run_on_disk(root: Path, strategy: str, seeds: Iterator[int] | range) -> Counter[str]:
@@ -131,6 +135,7 @@ def run_on_disk(root: Path, strategy: str, seeds: Iterator[int] | range) -> Coun
             rivals.run(gc=seed % 5 == 4)
             rivals.check()
             outcomes += rivals.outcomes
+            outcomes["segments"] += len(store.list("segments/"))
     return outcomes
 
 
@@ -140,6 +145,7 @@ def test_rivals_on_a_disk(tmp_path: Path, strategy: str) -> None:
     assert outcomes["fenced off"] > 10, outcomes
     assert outcomes["saved"] > 30, outcomes
     assert outcomes["collected"], outcomes
+    assert outcomes["segments"] > 12, outcomes
 
 
 @pytest.mark.soak

@@ -1,7 +1,8 @@
 """The store as its only writer sees it: versions, retention, and the order of writes and deletions.
 
 Only ``_publish`` creates and deletes versions. All files that a manifest names are durable before the
-manifest is published. A file is deleted only after two manifests that do not name it have been published.
+manifest is published, the segments with its older versions included. A file is deleted only after two
+manifests that do not name it have been published.
 
 **Why a stale writer does no harm.** Locks can fail: a lease expires while its holder sleeps, and some network
 file systems keep locks local to a host. So safety depends on no lock, only on publishing each name once.
@@ -18,9 +19,12 @@ file systems keep locks local to a host. So safety depends on no lock, only on p
    manifest and its own new files, whose names are random. Deleting such a file is harmless, however long the
    writer has slept since it checked that its manifest is in the line.
 4. Files that no manifest names may belong to another writer's next manifest. So a writer *takes over* before
-   it writes its first file: it publishes a manifest without changes. A writer that deletes unnamed files
-   first lists them and then looks for a higher number: if there is none, the files belong to fenced-off
-   writers or to itself.
+   it writes its first file: it publishes a manifest without changes, with the segments that are there and
+   none of its own. A writer that deletes unnamed files first lists them and then looks for a higher number:
+   if there is none, the files belong to fenced-off writers or to itself.
+
+A segment is such a file, with a random name of its own. What a manifest names is what it and its segments
+name; segments never change, so this is settled when it is published.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -38,14 +44,15 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.chunk import OPEN, checksum
 from holdfast.checkpoint.format.manifest import (
     DATA_FOLDERS,
-    EMPTY,
-    FORMAT,
     Era,
     FileChange,
+    Head,
     Manifest,
     Version,
 )
 from holdfast.checkpoint.format.records import Group
+from holdfast.checkpoint.format.segments import Part
+from holdfast.checkpoint.saving.history import History
 from holdfast.checkpoint.store import Store
 from holdfast.errors import (
     AlreadyExists,
@@ -63,13 +70,28 @@ log = logging.getLogger("holdfast.checkpoint")
 # An object store cannot keep open files for a restore in progress: the restore gets this long.
 _REMOTE_DELETION_DELAY_SECONDS = 600.0
 _TRIES = 100
+# What a deleted version or file takes in the manifest that deletes it.
+_DELETED_BYTES = 100
+
+
+@dataclass(frozen=True)
+class _Current:
+    """The newest manifest. Threads that ask while a save publishes the next one see one of the two."""
+
+    history: History
+    number: int
+    time: float
+    retired: list[tuple[str, float]]
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return self.history.manifest(self.number, self.time, self.retired)
 
 
 class Catalog:
     """Reads the newest manifest and publishes the next ones. The caller holds the store's writer lock.
 
     Attributes:
-        manifest: the current one.
         complaints: the errors of newer manifests that cannot be read.
         problem: the error of the last attempt to delete files that no version needs.
     """
@@ -87,7 +109,7 @@ class Catalog:
         self._undeleted: list[str] = []
         self._found_before: set[str] = set()
         self._leave_alone_what_is_there()
-        self._previous = self._read_previous()
+        self._only_before = self._read_previous()
         # A damaged manifest may have had later versions. Their files exist: nothing was deleted since.
         self._last_seen = max(
             (manifests.version_of(info.name) for info in (store.list("dense/") if self.complaints else ())),
@@ -106,34 +128,65 @@ class Catalog:
         highest = self._highest_taken()
         for _ in range(_TRIES):
             self.complaints = []
-            self.manifest: Manifest = manifests.read_newest(self.store, self.complaints)
+            stored = manifests.read_newest_stored(self.store, self.complaints)
             before, highest = highest, self._highest_taken()
             if highest == before:  # otherwise a newer one may have been published meanwhile
+                self._take(stored)
                 return highest
         raise StoreLocked(f"another writer is at work in {self.store.url}: stop it", "unknown", 0)
+
+    def _take(self, stored: manifests.Stored) -> None:
+        """Continue from a manifest that was read."""
+        for problem in stored.damaged:
+            log.warning("%s; a copy of it is used, and the next save writes it anew", problem)
+        manifest = stored.manifest
+        needed = manifest.file_names()
+        retired = [(name, since) for name, since in manifest.retired if name not in needed]
+        self._current = _Current(History(stored), manifest.number, manifest.time, retired)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The current one, with all versions; ``newest``, ``era`` and ``versions_from`` take less time."""
+        return self._current.manifest
+
+    @property
+    def _history(self) -> History:
+        return self._current.history
+
+    def era(self, number: int) -> Era:
+        """An era of the current manifest."""
+        return self._history.eras[number]
+
+    def versions_from(self, first: int) -> list[int]:
+        """The numbers of the current versions from this one on, ascending."""
+        return self._history.numbers_from(first)
 
     def _highest_taken(self) -> int:
         return max([0, *manifests.numbers(self.store), *manifests.misplaced(self.store)])
 
-    def _read_previous(self) -> Manifest:
-        older = [n for n in manifests.numbers(self.store) if n < self.manifest.number]
+    def _read_previous(self) -> set[str]:
+        """The files of the manifest before the current one that this one does not need."""
+        older = [n for n in manifests.numbers(self.store) if n < self._current.number]
         if not older:
-            return EMPTY
+            return set()
         try:
-            return manifests.read(self.store, older[0])
+            named = manifests.names_in(self.store, older[0], besides=self.manifest)
+        except ObjectMissing:
+            return set()  # of an attempt that failed, and was cleared away: nothing rests on it
         except Exception as error:
             self.complaints.append(str(error))
-            return EMPTY
+            return set()
+        return named - self.manifest.file_names()
 
     @property
     def newest(self) -> Version | None:
         """The newest version, or None."""
-        return self.manifest.versions[-1] if self.manifest.versions else None
+        versions = self._history.versions
+        return versions[next(reversed(versions))] if versions else None
 
     def next_version(self) -> int:
         """The number of the next version; numbers are never reused."""
-        used = [v.version for v in self.manifest.versions]
-        return max([*used, self.manifest.last_version, self._last_seen]) + 1
+        return max(self._history.last_version, self._last_seen) + 1
 
     def take_over(self, *, without: Iterable[int] = ()) -> list[str]:
         """Become the store's writer: call it before writing the first file. Later calls do nothing.
@@ -161,7 +214,7 @@ class Catalog:
 
     def _leave_alone_what_is_there(self) -> None:
         """Without a manifest, the folder may belong to somebody else, or be an incomplete copy."""
-        found = self._data_files() if not self.manifest.number else []
+        found = self._data_files() if not self._current.number else []
         if found and not self._found_before:
             log.warning(
                 "%s has no manifest, but %d files in a store's folders, such as %s: they are not deleted",
@@ -181,14 +234,19 @@ class Catalog:
         self.raise_if_fenced_off()
         if self.complaints or self._attempts or self._own is None:
             return []
-        named = self.manifest.file_names() | self._previous.file_names()
-        named |= {name for name, _ in self.manifest.retired} | self._found_before
+        named = self.named_files()
         leftovers = [n for n in self._data_files() if n not in named and manifests.is_written_name(n)]
         # After the listing: a successor takes over before it writes a file, so none of these are its own.
         self._look_for_others()
         if leftovers:
             self.store.delete(leftovers)
         return leftovers
+
+    def named_files(self) -> set[str]:
+        """The files that are not leftovers: of this manifest, of the one before, and those that wait."""
+        return self.manifest.file_names().union(
+            self._only_before, (name for name, _ in self._current.retired), self._found_before
+        )
 
     def commit_version(
         self,
@@ -204,22 +262,28 @@ class Catalog:
         """
         changes = list(changes)
         added = [f for change in changes for f in change.added]
-        eras = [e for e in self.manifest.eras if e.number != version.era]
+        draft = self._history.draft()
+        if self.newest is not None and version.version <= self.newest.version:
+            raise CheckpointError(
+                f"{self.store.url} has a version after {version.version}: save under another"
+            )
         if version.baseline:
-            era = Era(version.era, strategy, [g.to_json() for g in groups], [], (0,) * len(groups))
-        else:
-            era = self.manifest.era(version.era)
-        records = _with_written(era.open_records, changes)
+            draft.begin_era(Era(version.era, strategy, [g.to_json() for g in groups], [], (0,) * len(groups)))
+        before = draft.eras[version.era].open_records
+        records = _with_written(before, changes)
         # No other version reads the files of a differential version.
-        stay = records if all(f.last_died == OPEN for f in added) else era.open_records
-        eras.append(msgspec.structs.replace(era, files=[*era.files, *added], open_records=stay))
-        version = msgspec.structs.replace(version, records=records)
-        versions = self._retained(_flagged([*self.manifest.versions, version], unverified))
-        self._publish(eras, versions)
+        stay = records if all(f.last_died == OPEN for f in added) else before
+        draft.put_version(msgspec.structs.replace(version, records=records))
+        draft.add_files(version.era, added, stay)
+        _flag(draft, unverified)
+        draft.delete_versions(self._doomed(draft))
+        self._publish(draft)
 
     def flag_versions(self, unverified: Mapping[int, str]) -> None:
         """Flag versions that may lack changes: number to reason."""
-        self._publish(self.manifest.eras, _flagged(self.manifest.versions, unverified))
+        draft = self._history.draft()
+        _flag(draft, unverified)
+        self._publish(draft)
 
     def commit_round(self, era_number: int, changes: Iterable[FileChange]) -> None:
         """Replace files of an era by rearranged ones with the same rows."""
@@ -227,22 +291,11 @@ class Catalog:
         removed = {name for change in changes for name in change.removed}
         added = [f for change in changes for f in change.added]
         updated = {f.name: f for change in changes for f in change.updated}
-        replaced = [died for change in changes for died in change.replaced]
-        eras = []
-        for era in self.manifest.eras:
-            if era.number == era_number:
-                stay = [updated.get(f.name, f) for f in era.files if f.name not in removed]
-                left = _without_replaced(era.open_records, replaced, OPEN)
-                eras.append(msgspec.structs.replace(era, files=[*stay, *added], open_records=left))
-            else:
-                eras.append(era)
-        versions = [
-            msgspec.structs.replace(v, records=_without_replaced(v.records, replaced, v.version))
-            if v.era == era_number
-            else v
-            for v in self.manifest.versions
-        ]
-        self._publish(eras, versions)
+        draft = self._history.draft()
+        draft.replace_records(era_number, [died for change in changes for died in change.replaced])
+        draft.add_files(era_number, added, draft.eras[era_number].open_records)
+        draft.replace_files(era_number, removed, updated)
+        self._publish(draft)
 
     def free_replaced(self) -> None:
         """Publish the same manifest again: then neither of the last two names replaced files; delete them.
@@ -256,9 +309,9 @@ class Catalog:
 
         If the newest version is among them, the shard that wrote it must be resumed.
         """
-        gone = set(numbers)
-        versions = [v for v in self.manifest.versions if v.version not in gone]
-        self._publish(self.manifest.eras, versions, from_reserve=True)
+        draft = self._history.draft()
+        draft.delete_versions(numbers)
+        self._publish(draft, from_reserve=True)
 
     def make_room(self, needed: Set[int] = frozenset()) -> bool:
         """On a full disk, delete now what the next version would make obsolete; False if there is nothing.
@@ -266,8 +319,7 @@ class Catalog:
         ``needed`` versions are kept whatever the policy says: a version that is known to be intact should
         stay until there is another.
         """
-        kept = {v.version for v in self.retained()}
-        doomed = [v.version for v in self.manifest.versions if v.version not in kept | needed]
+        doomed = [number for number in self._doomed(self._history) if number not in needed]
         if not doomed and not self._due(time.time()):
             return False
         self.delete_versions(doomed)
@@ -280,7 +332,7 @@ class Catalog:
 
         ``setting``: how the user limits the number of versions.
         """
-        if not isinstance(error, StoreFull) or len(self.manifest.versions) < 2:
+        if not isinstance(error, StoreFull) or len(self._history.versions) < 2:
             return error
         advised = StoreFull(
             f"{error}, or keep fewer versions (holdfast ckpt gc {self.store.url} --keep N, or {setting})"
@@ -291,55 +343,64 @@ class Catalog:
     def _due(self, now: float) -> list[str]:
         """Retired files that may be deleted once the next manifest is published."""
         # A time far in the future comes from a clock that was ahead: the file would stay until then.
-        return [n for n, since in self.manifest.retired if abs(now - since) >= self.deletion_delay_seconds]
+        return [n for n, since in self._current.retired if abs(now - since) >= self.deletion_delay_seconds]
 
     def retained(self, now: float | None = None) -> list[Version]:
         """The current versions that the policy keeps."""
-        return self._retained(self.manifest.versions, now)
+        doomed = set(self._doomed(self._history, now))
+        return [v for v in self._history.versions.values() if v.version not in doomed]
 
-    def _retained(self, versions: Sequence[Version], now: float | None = None) -> list[Version]:
+    def _doomed(self, history: History, now: float | None = None) -> list[int]:
+        """The versions that the policy does not keep."""
         policy = self.policy
         if policy.keep is None and policy.keep_every is None and policy.keep_seconds is None:
-            return list(versions)
-        now = time.time() if now is None else now
-        newest = versions[-max(policy.keep or 1, 1) :]
-        kept = {v.version for v in newest}
-        for v in versions:
-            if policy.keep_every and v.version % policy.keep_every == 0:
-                kept.add(v.version)
-            if policy.keep_seconds is not None and now - v.time < policy.keep_seconds:
-                kept.add(v.version)
-        return [v for v in versions if v.version in kept]
+            return []
+        older = list(history.versions)[: -max(policy.keep or 1, 1)]
+        if policy.keep_every:
+            older = [number for number in older if number % policy.keep_every]
+        if policy.keep_seconds is not None:
+            now = time.time() if now is None else now
+            older = [n for n in older if now - history.versions[n].time >= policy.keep_seconds]
+        return older
 
-    def _publish(
-        self, eras: Sequence[Era], versions: Sequence[Version], *, from_reserve: bool = False
-    ) -> None:
+    def _publish(self, draft: History, *, from_reserve: bool = False) -> None:
         """``from_reserve``: use reserved space, for publications that free space; others would exhaust it."""
-        now = time.time()
-        before = self.manifest
-        trimmed = manifests.without_unneeded_files(eras, versions)
-        last_version = max([before.last_version, *(v.version for v in versions)])
-        draft = Manifest(FORMAT, 0, now, trimmed, list(versions), last_version=last_version)
-        needed = draft.file_names()
-        due = [name for name in self._due(now) if name not in needed]
-        gone = needed.union(due)
-        retired = [(n, since) for n, since in before.retired if n not in gone]
-        retired += [(n, now) for n in sorted(before.file_names() - needed)]
-        complete = self._publish_next(msgspec.structs.replace(draft, retired=retired), from_reserve)
-        self._previous, self.manifest = before, complete
-        # Only now, and only what neither this manifest nor the one before it names.
-        self._delete_outdated(before.number, due)
-        self.store.keep_reserve(len(self._own or b""))
-
-    def _publish_next(self, draft: Manifest, from_reserve: bool) -> Manifest:
-        """Publish a manifest under the next number, and verify that it is the newest."""
         self.raise_if_fenced_off()
+        now = time.time()
+        due = self._due(now)
+        # Before it has taken over, a writer writes no file; nor where there may be no room for one.
+        self._store_segment(draft, may_write=self._own is not None and not from_reserve)
+        gone = set(due)
+        retired = [(n, since) for n, since in self._current.retired if n not in gone]
+        retired += [(n, now) for n in sorted(draft.dropped)]
+        before = self._current.number
+        number = self._publish_next(draft, now, retired, from_reserve)
+        self._current = _Current(draft, number, now, retired)
+        self._only_before = set(draft.dropped)
+        # Only now, and only what neither this manifest nor the one before it names.
+        self._delete_outdated(before, due)
+        self.store.keep_reserve(len(self._own or b"") + _DELETED_BYTES * len(draft))
+
+    def _store_segment(self, draft: History, *, may_write: bool) -> None:
+        """Move what has become too much for a manifest into a segment."""
+        try:
+            packed = draft.condense(self._last_number + 1, may_write=may_write)
+        except CorruptCheckpoint as error:
+            raise _unreadable(self.store.url, error) from None
+        if packed is not None:
+            segment, data = packed
+            for name in segment.names:
+                self.store.put(name, [data])
+
+    def _publish_next(
+        self, draft: History, now: float, retired: Sequence[tuple[str, float]], from_reserve: bool
+    ) -> int:
+        """Publish a manifest under the next number, and verify that it is the newest; returns the number."""
         self.store.sync()  # separately: if this fails, certainly nothing was published
         self._look_for_others()
         while True:
             number = self._last_number + 1
-            data = manifests.encode(msgspec.structs.replace(draft, number=number))
-            complete = _as_it_will_be_read(data, self.store.url)
+            data = _readable(draft, draft.head(number, now, retired), self.store.url)
             try:
                 # The manifest comes last: a reader that sees it can rely on every file that it names.
                 if self._create(number, data, from_reserve):
@@ -355,7 +416,7 @@ class Catalog:
         self._last_number = number
         self._own = data
         self._attempts.clear()
-        return complete
+        return number
 
     def _may_exist(self, number: int) -> bool:
         """Whether a manifest may exist though publishing it failed, for example because a sync failed.
@@ -456,10 +517,11 @@ class Catalog:
         self.problem = None
 
 
-def _flagged(versions: Iterable[Version], unverified: Mapping[int, str]) -> list[Version]:
-    return [
-        msgspec.structs.replace(v, unverified=v.unverified or unverified.get(v.version, "")) for v in versions
-    ]
+def _flag(draft: History, unverified: Mapping[int, str]) -> None:
+    for number, why in unverified.items():
+        version = draft.versions.get(number)
+        if version is not None and not version.unverified and why:
+            draft.put_version(msgspec.structs.replace(version, unverified=why))
 
 
 def _with_written(open_records: tuple[int, ...], changes: Sequence[FileChange]) -> tuple[int, ...]:
@@ -473,25 +535,20 @@ def _with_written(open_records: tuple[int, ...], changes: Sequence[FileChange]) 
     return tuple(records)
 
 
-def _without_replaced(
-    records: tuple[int, ...], replaced: Sequence[tuple[int, int, int]], version: int
-) -> tuple[int, ...]:
-    """How many records a version still reads, now that files say when some of them died."""
-    if not records:
-        return ()
-    left = list(records)
-    for died, group, count in replaced:
-        if died <= version:
-            left[group] -= count
-    return tuple(left)
-
-
-def _as_it_will_be_read(data: bytes, url: str) -> Manifest:
-    """Decode a manifest as a reader will: one that nobody can read would make the whole store unusable."""
+def _readable(draft: History, head: Manifest | Head, url: str) -> bytes:
+    """The bytes of a manifest, decoded as a reader will: one that nobody can read would make the whole store
+    unusable."""
     try:
-        return manifests.decode(data, "its manifest")
+        data = manifests.encode_head(head) if isinstance(head, Head) else manifests.encode(head)
+        found = manifests.decode_head(data, "its manifest")
+        draft.adopt(found.recent if isinstance(found, Head) else Part(found.eras, versions=found.versions))
     except CorruptCheckpoint as error:
-        raise CheckpointError(
-            f"the manifest for {url} could not be read back, so nothing was published: {error}; "
-            "check the step and the metadata"
-        ) from None
+        raise _unreadable(url, error) from None
+    return data
+
+
+def _unreadable(url: str, error: CorruptCheckpoint) -> CheckpointError:
+    return CheckpointError(
+        f"the manifest for {url} could not be read back, so nothing was published: {error}; "
+        "check the step and the metadata"
+    )

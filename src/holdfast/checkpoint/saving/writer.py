@@ -763,10 +763,9 @@ class Writer:
 
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
         started, cpu = time.perf_counter(), time.thread_time()
-        kept = [v.version for v in self.catalog.manifest.versions]
         tidied, tidied_bytes = None, 0
         if not self._era_is_damaged:
-            tidied = self._shard.tidy(self.store, number, [v for v in kept if v >= self._shard.base])
+            tidied = self._shard.tidy(self.store, number, self.catalog.versions_from(self._shard.base))
         if tidied is not None:
             change = tidied.for_manifest()
             tidied_bytes = change.bytes

@@ -18,7 +18,14 @@ from typing import Any
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.chunk import Piece
 from holdfast.checkpoint.format.dense import Array, TablePlace, decode_tree
-from holdfast.checkpoint.format.manifest import Era, FileEntry, Manifest, Version, read_newest
+from holdfast.checkpoint.format.manifest import (
+    DATA_FOLDERS,
+    Era,
+    FileEntry,
+    Manifest,
+    Version,
+    read_newest,
+)
 from holdfast.checkpoint.format.records import Group
 from holdfast.checkpoint.layout.pruning import is_prunable, prune
 from holdfast.checkpoint.reading.stretches import open_file
@@ -35,7 +42,8 @@ from holdfast.errors import (
 )
 from holdfast.options import Policy
 
-DATA_FOLDERS = ("chunks/", "dense/")
+# What versions are made of; segments come and go with manifests.
+_OF_VERSIONS = ("chunks/", "dense/")
 _OPEN_AT_ONCE = 8
 _TRIES = 5
 _LONGEST_VALUE = 60
@@ -374,7 +382,7 @@ def collect_garbage(store: Store, policy: Policy, *, dry_run: bool = False) -> G
         deleted_versions=tuple(doomed),
         kept_versions=tuple(v.version for v in catalog.manifest.versions),
         deleted_files=tuple(
-            n for n in before if n not in after and n.startswith(DATA_FOLDERS) and n not in set_aside
+            n for n in before if n not in after and n.startswith(_OF_VERSIONS) and n not in set_aside
         ),
         leftovers=tuple(leftovers),
         rewritten_files=tuple(rewritten),
@@ -446,7 +454,7 @@ def _plan_garbage(store: Store, catalog: Catalog) -> GarbageReport:
     gone = [
         name
         for name in files
-        if name.startswith(DATA_FOLDERS) and name in known and name not in needed and name not in waiting
+        if name.startswith(_OF_VERSIONS) and name in known and name not in needed and name not in waiting
     ]
     freed = sum(files[name] for name in gone)
     rewritten: list[str] = []

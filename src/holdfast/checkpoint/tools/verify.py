@@ -120,6 +120,7 @@ def verify_versions(
     wanted = wanted or [v.version for v in manifest.versions]
     if not wanted:
         raise NoSuchVersion(f"{store.url} has no versions")
+    complaints += manifests.damaged_segments(store, manifest)
     complaints += _older_manifests(store, manifest.number)
     stored_bytes = sum(info.size for info in store.list("chunks/"))
     findings: dict[str, list[_Finding]] = {}

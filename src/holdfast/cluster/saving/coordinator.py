@@ -339,7 +339,8 @@ class SaveCoordinator:
             self._drop((message_of(error), kind_of(error)))
             return
         assert save.cut is not None
-        version = self._publisher.catalog.manifest.versions[-1]
+        version = self._publisher.catalog.newest
+        assert version is not None
         if save.whole:
             self._whole_steps = save.cut.steps
         self.saved.append(save.version)
