@@ -218,11 +218,11 @@ class Checkpointer:
         if not manifest.versions and version is None:
             return 0
         if version is not None:
-            return self._restore(find_version(manifest, version, self.store.url))
+            return self._restore(find_version(manifest, version, self.store.url), manifest)
         problems: list[str] = []
         for candidate in _by_preference(manifest.versions):
             try:
-                step = self._restore(candidate)
+                step = self._restore(candidate, manifest)
             except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
                 raise_if_unreachable(self.store, error)
                 log.warning("version %d cannot be restored: %s", candidate.version, error)
@@ -353,15 +353,15 @@ class Checkpointer:
         if not self._closing.alive:
             raise CheckpointError(f"this Checkpointer of {self.store.url} is closed: make a new one")
 
-    def _restore(self, version: Version) -> int:
+    def _restore(self, version: Version, manifest: Manifest) -> int:
         with threads_explained():
-            return self._read_back(version)
+            return self._read_back(version, manifest)
 
-    def _read_back(self, version: Version) -> int:
+    def _read_back(self, version: Version, manifest: Manifest) -> int:
         started = time.perf_counter()
         objects = self._objects
         self._source.find_tables()
-        with open_version(self.store, version.version) as reader:
+        with open_version(self.store, version.version, manifest) as reader:
             where = f"{self.store.url}: {version.dense.name} (version {version.version})"
             tree = decode_tree(reader.dense(), where)
             # Validate before overwriting anything.
