@@ -146,3 +146,32 @@ def test_a_file_that_cannot_be_read_at_once_is_read_the_next_time(
     for _ in range(8):
         trainer.save(trainer.train())
     check_all(trainer)
+
+
+def test_too_many_small_files_are_those_of_the_most_frequent_size() -> None:
+    most = rounds.MOST_SMALL_FILES
+    assert rounds.crowded([1000] * most) == []
+    assert rounds.crowded([100] * 9 + [1000] * (most - 8)) == list(range(9, most + 1))
+    assert rounds.crowded([1 << 30] * 10 * most) == [], "large ones are worth a file each"
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS, ids=str)
+def test_live_files_do_not_become_more_with_every_version(
+    tmp_path: Path, strategy: Chunked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if hardly a row is saved twice."""
+    monkeypatch.setattr(rounds, "MOST_SMALL_FILES", 8)
+    store = LocalStore(tmp_path, create=True, files=QuickFiles())
+    trainer = Trainer(store, Policy(strategy=strategy), 5)
+    trainer.save(trainer.train())
+    for step in range(40):
+        none = [np.empty(0, np.int64) for _ in GROUPS[1:]]
+        ids = np.array([step])
+        for field in trainer.state[0]:
+            field[ids] = trainer.random.integers(0, 256, (1, field.shape[1]), dtype=np.uint8)
+        trainer.save([ids, *none])
+        if step % 9 == 8:
+            trainer.restart()
+        files = trainer.catalog.manifest.era(trainer.era).files_of(step + 2)
+        assert len(files) <= 1 + 8 + strategy.round_versions + 1
+    check_all(trainer)

@@ -94,6 +94,9 @@ class Rounds:
             self.strategy.dead_fraction if round_is_due else _MOSTLY,
             ROUND_BYTES,
         )
+        if round_is_due:
+            others = [i for i in range(len(files)) if i not in chosen]
+            chosen += [others[i] for i in rounds.crowded([files[i].entry.bytes for i in others])]
         taken = [files[i] for i in chosen]
         if not taken or not (round_is_due or self._is_worth_freeing(taken, kept_versions[0])):
             return None

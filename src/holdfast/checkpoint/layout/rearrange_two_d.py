@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.format.chunk import OPEN, NewPiece, Piece, check_piece, decode_index, decode_piece
 from holdfast.checkpoint.format.manifest import Era, FileEntry, is_needed
 from holdfast.checkpoint.format.records import Group, RowIds, Rows, join_rows
-from holdfast.checkpoint.layout import two_d
+from holdfast.checkpoint.layout import rounds, two_d
 from holdfast.checkpoint.layout.bloom import Bloom
 from holdfast.checkpoint.layout.bundles import Backlog, FileWriter, ShardChange, Written
 from holdfast.checkpoint.layout.two_d import Chunk, ChunkList, Key, Place
@@ -95,7 +95,8 @@ class TwoD:
         taken = self._compare(store, version, new) if new_version == version else {}
         gone = self.chunks.unneeded(kept_versions) | set(taken)
         sizes = {name: entry.bytes - entry.header_bytes for name, entry in self._files.items()}
-        rewritten = [self.chunks.chunks[key] for key in taken] + self.chunks.sparse(sizes, gone)
+        rewritten = [self.chunks.chunks[key] for key in taken]
+        rewritten += self.chunks.to_move(sizes, gone, self._crowded())
         if not rewritten:
             return None  # chunks that are not needed are found again, and marked, with the next change
         files = self._rewrite(store, version, rewritten, taken, kept_versions)
@@ -109,6 +110,11 @@ class TwoD:
         if backlog is not None:
             return backlog.live_bytes()
         return sum(chunk.bytes for chunk in self.chunks.row_0())
+
+    def _crowded(self) -> list[str]:
+        """Small files with chunks of row 0, of which there are too many: a restore opens each."""
+        live = [entry for entry in self._files.values() if entry.kind != "history"]
+        return [live[i].name for i in rounds.crowded([entry.bytes for entry in live])]
 
     def _forget(self) -> None:
         self.chunks = ChunkList()

@@ -39,6 +39,10 @@ SMALLEST_PIECE_BYTES = 512 << 10
 _WIDER = 4
 # How much more than it needs of the live files a version may have to read.
 _LIVE_SHARE = 0.1
+# A restore opens every live file. More small ones than this are put together.
+MOST_SMALL_FILES = 64
+_SMALL_FILE_BYTES = 32 << 20
+_ALIKE_BITS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,22 @@ def choose(
             chosen.append(i)
             total += sizes[i]
     return sorted(chosen)
+
+
+def crowded(sizes: Sequence[int]) -> list[int]:
+    """Which files to put together because there are too many small ones, though little in them may be dead.
+
+    Those of about the same size, within a factor of eight, of which there are most. So what they hold is
+    moved again only when it has become a multiple of that: as often as its size has digits, not with every
+    version.
+    """
+    alike: dict[int, list[int]] = {}
+    for i, size in enumerate(sizes):
+        if size < _SMALL_FILE_BYTES:
+            alike.setdefault(size.bit_length() // _ALIKE_BITS, []).append(i)
+    if sum(map(len, alike.values())) <= MOST_SMALL_FILES:
+        return []
+    return max(alike.values(), key=len)
 
 
 def belongs_to_any(lives: Lives, versions: NDArray[np.int32]) -> NDArray[np.bool_]:
