@@ -3,9 +3,9 @@
 A `Checkpointer` saves a table again and again, of which a few rows change each time, some of them often.
 When the store has so many versions, the newest is restored in a new process, from the call of ``restore()``
 until it returns. Beside it, also in a new process, the same pieces of the same files are read once with the
-store's own reads, their checksums compared, their rows decoded and written once to the same tables, by as many
-threads: what no restore can leave out. The two take turns, and find the files in the same state: in the page
-cache, or, with ``cold``, on the disk.
+store's own reads, their checksums compared, their rows decoded and written once to the same tables, by as
+many threads: what no restore can leave out. The two take turns, and find the files in the same state: in the
+page cache, or, with ``cold``, on the disk.
 
 - ``scale.restore.newest_over_read.versionsN``: seconds of ``restore()`` over those of reading.
 - ``scale.restore.newest_over_read``: the worst of them.
