@@ -48,6 +48,11 @@ from tests.checkpoint.plain_source import PlainSource
 
 ROWS = st.lists(st.integers(0, 13), max_size=6)
 BIG = 1 << 20
+BETWEEN_ROUNDS = [
+    Chunked(round_versions=2, dead_fraction=0.4, reset="never"),
+    Chunked(round_versions=3, dead_fraction=0.6, reset="never"),
+    Chunked(layout="2d", threshold=0.1, reset="never"),
+]
 
 
 class Machine(RuleBasedStateMachine):
@@ -199,8 +204,26 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-def run(strategy: Any, keep: int | None, examples: int, steps: int, *, quantized: bool = False) -> None:
-    machine = type("Machine", (Machine,), {"strategy": strategy, "keep": keep, "quantized": quantized})
+class Restarting(Machine):
+    """Trains, saves and restarts: what has died is in several files when the next process takes over."""
+
+    touch_everything = begin_a_new_era = go_back = fail_to_save = None  # type: ignore[assignment]
+
+    @rule(seed=st.integers(0, BIG), saves=st.integers(1, 4))
+    def train_for_a_while(self, seed: int, saves: int) -> None:
+        random = np.random.default_rng(seed)
+        self.restart(restore=True, finish=True)
+        for _ in range(saves):
+            for table, (rows, _) in TABLES.items():
+                self.touch(table, (rows * random.random(random.integers(0, 8)) ** 2).astype(int).tolist())
+            self.save(wait=True)
+
+
+def run(
+    strategy: Any, keep: int | None, examples: int, steps: int, *, quantized: bool = False,
+    machine: type[Machine] = Machine,
+) -> None:  # fmt: skip
+    machine = type("Machine", (machine,), {"strategy": strategy, "keep": keep, "quantized": quantized})
     checks = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
     run_state_machine_as_test(
         machine,
@@ -221,6 +244,13 @@ def test_any_order(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chunked = isinstance(strategy, Chunked)
     run(strategy, None, 12 if chunked else 4, 50)
     run(strategy, 3, 8 if chunked else 3, 30)
+
+
+@pytest.mark.parametrize("keep", [None, 4])
+@pytest.mark.parametrize("strategy", BETWEEN_ROUNDS, ids=str)
+def test_restarts_between_rounds(strategy: Any, keep: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "SMALLEST_PIECE_BYTES", 30)
+    run(strategy, keep, 10, 25, machine=Restarting)
 
 
 @pytest.mark.parametrize("strategy", WITH_QUANTIZED, ids=str)

@@ -409,6 +409,7 @@ class Checkpointer:
         self._watch.restored()
         lossy = any(group.is_coded for group in reader.stored_groups)
         self._writer.restores = version.restores + lossy
+        self._writer.note_restored(reader.bytes_read, seconds)
         resumed = self._writer.resume(version)
         self._last_step = version.step
         self._schedule.begin_at(version.step)

@@ -9,7 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.bench import bandwidth
-from holdfast.checkpoint.layout.baselines import early_baseline_is_due, intermittent_baseline_is_due
+from holdfast.checkpoint.layout.baselines import (
+    Baselines,
+    early_baseline_is_due,
+    intermittent_baseline_is_due,
+)
 from holdfast.errors import ConfigError
 from holdfast.options import Chunked, Differential, Policy
 
@@ -48,6 +52,35 @@ def test_an_early_baseline_costs_no_more_than_it_may(
 @pytest.mark.parametrize("sizes", [[], [0.3], [0.0, 0.3], [0.3, 0.2], [0.0, 0.0]])
 def test_too_little_is_known_for_an_early_baseline(sizes: list[float]) -> None:
     assert not early_baseline_is_due(sizes, 10.0)
+
+
+def chunked_era(*, write_speed: float, read_speed: float | None) -> Baselines:
+    """Full versions of 100 MB, increments of 10 MB."""
+    costs = Baselines(Policy(strategy=Chunked(extra_writes=0)))
+    costs.note(100 << 20, 100 << 20, (100 << 20) / write_speed, baseline=True)
+    costs.note(10 << 20, 100 << 20, (10 << 20) / write_speed, baseline=False)
+    if read_speed is not None:
+        costs.note_read(50 << 20, (50 << 20) / read_speed)
+    return costs
+
+
+def test_a_reset_weighs_reading_at_the_speed_at_which_it_was_read() -> None:
+    """IncrCP, section 4.5: T_base < T_incre, with C at the speed of writing and R at that of reading."""
+    for speed, least in ((None, 90), (200e6, 90), (800e6, 360), (50e6, 22.5)):
+        costs = chunked_era(write_speed=200e6, read_speed=speed)
+        assert not costs.due(100 << 20, int((least - 1) * (1 << 20)))
+        assert costs.due(100 << 20, int((least + 1) * (1 << 20)))
+
+
+def test_what_is_too_small_to_tell_the_speed_is_not_noted() -> None:
+    costs = chunked_era(write_speed=200e6, read_speed=100e6)
+    costs.note_read(1000, 1.0)
+    costs.note_read(50 << 20, 0.0)
+    assert costs.read_speed == pytest.approx(100e6)
+    assert not costs.wants_measured(1000)
+    assert costs.wants_measured(50 << 20)
+    for strategy in (Chunked(reset="never"), Differential()):
+        assert not Baselines(Policy(strategy=strategy)).wants_measured(50 << 20)
 
 
 def test_options_are_checked() -> None:

@@ -225,10 +225,11 @@ class TestFiles:
     def test_chunks_of_files_that_are_less_than_half_alive_are_moved(self) -> None:
         one, two, three = self.placed(1, "a", 50), self.placed(2, "a", 40), self.placed(3, "b", 100)
         chunks = ChunkList((1, 2, 3)).with_chunks([one, two, three])
-        assert chunks.sparse({"a": 100, "b": 100}, ()) == []
-        assert chunks.sparse({"a": 100, "b": 100}, {two.key}) == [], "half is enough"
-        assert chunks.sparse({"a": 100, "b": 100}, {one.key}) == [two]
-        assert chunks.sparse({"a": 100, "b": 100}, {one.key, two.key, three.key}) == []
+        assert chunks.to_move({"a": 100, "b": 100}, ()) == []
+        assert chunks.to_move({"a": 100, "b": 100}, {two.key}) == [], "half is enough"
+        assert chunks.to_move({"a": 100, "b": 100}, {one.key}) == [two]
+        assert chunks.to_move({"a": 100, "b": 100}, {one.key, two.key, three.key}) == []
+        assert chunks.to_move({"a": 100, "b": 100}, (), crowded=["b"]) == [three]
 
     @given(
         st.integers(0, 12),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.checkpoint.format.manifest import read_newest
+from holdfast.checkpoint.format.manifest import Version, read_newest
 from holdfast.checkpoint.format.records import Field, make_groups
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.memory.live import LiveTables
@@ -530,18 +530,34 @@ class TestResume:
             assert newest.version == 1
             assert not run.writer.resume(newest)
 
-    def test_with_a_file_that_is_damaged(self, tmp_path: Path) -> None:
-        self.begin(tmp_path, strategy="chunked")
-        with running(tmp_path, strategy="chunked") as run:
-            newest = run.writer.catalog.newest
-            assert newest is not None
-            for info in run.store.list("chunks/"):
-                if "increment" in info.name:
-                    (tmp_path / info.name).unlink()
+    def test_with_a_file_that_is_lost(self, tmp_path: Path) -> None:
+        self.begin(tmp_path, strategy="differential")
+        with running(tmp_path, strategy="differential") as run:
+            newest = self.lose_increments(run, tmp_path)
             assert not run.writer.resume(newest)
             assert [e["version"] for e in run.events.of("checkpoint_damaged")] == [2]
             run.save()
             assert run.writer.reports[-1].baseline
+
+    def test_with_a_file_that_is_lost_and_found_missing_later(self, tmp_path: Path) -> None:
+        """Where resuming reads nothing, the first round finds it out."""
+        self.begin(tmp_path, strategy="chunked")
+        with running(tmp_path, strategy="chunked") as run:
+            newest = self.lose_increments(run, tmp_path)
+            assert run.writer.resume(newest)
+            with pytest.raises(SaveFailed, match="could not be rearranged"):
+                run.save()
+            assert not run.writer.catalog.manifest.versions[-1].baseline
+            run.save()
+            assert run.writer.reports[-1].baseline
+
+    def lose_increments(self, run: Any, folder: Path) -> Version:
+        for info in run.store.list("chunks/"):
+            if "increment" in info.name:
+                (folder / info.name).unlink()
+        newest = run.writer.catalog.newest
+        assert isinstance(newest, Version)
+        return newest
 
     def test_what_was_restored_is_known(self, tmp_path: Path) -> None:
         """Digests are learned: a change that nobody marks is seen from the first step on."""

@@ -15,9 +15,10 @@ import pytest
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import read_newest
 from holdfast.checkpoint.format.records import Rows, join_rows
-from holdfast.checkpoint.layout import bundles
+from holdfast.checkpoint.layout import baselines, bundles
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.memory import copy_on_write
+from holdfast.checkpoint.saving.publisher import Publisher
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.local_files import Files
@@ -27,6 +28,7 @@ from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.report.progress import tell
 from holdfast.cluster.report.result import count
 from holdfast.cluster.runtime.transport.memory import CALM, Weather
+from holdfast.cluster.saving import shard_saver
 from holdfast.cluster.saving.layout import encoder_of
 from holdfast.cluster.saving.resume import find_resume
 from holdfast.cluster.saving.shard_saver import ShardSaver
@@ -347,6 +349,48 @@ def test_a_job_that_goes_on_with_the_same_servers_saves_only_what_changed(tmp_pa
         with open_store(str(tmp_path / strategy / "store"), create=False) as store:
             first = next(v for v in read_newest(store).versions if v.version == after[len(before)])
         assert not first.baseline
+
+
+def test_servers_tell_how_quickly_they_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Section 4.5 of IncrCP weighs reading against writing: together, they read as quickly as their sum."""
+    monkeypatch.setattr(baselines, "_MEASURED_BYTES", 0)
+    told: list[float] = []
+    note = Publisher.note_read_speed
+
+    def noted(self: Publisher, bytes_per_second: float) -> None:
+        told.append(bytes_per_second)
+        note(self, bytes_per_second)
+
+    monkeypatch.setattr(Publisher, "note_read_speed", noted)
+    monkeypatch.setattr(shard_saver, "measure_reading", lambda store, entries, groups: (1000, 0.5))
+    plan = saved_plan(job(servers=3, workers=2, atomic=True), config(tmp_path))
+    run(plan)
+    check(plan)
+    assert set(told) == {3 * 2000.0}
+    with open_store(str(tmp_path / "store"), create=False) as store:
+        first, *others = read_newest(store).versions
+        assert first.read_speed == 0
+        assert {version.read_speed for version in others} == {6000}
+
+
+def test_a_damaged_file_begins_a_new_era(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a server that rearranges files: versions that need it cannot be restored."""
+    real, damaged = Shard.tidy, [0]
+
+    def tidy(self: Shard, store: Any, version: int, kept: Any) -> Any:
+        if self.number == 1 and self.base and version > self.base and not damaged[0]:
+            damaged[0] = version
+            raise CorruptCheckpoint("a file is damaged")
+        return real(self, store, version, kept)
+
+    monkeypatch.setattr(Shard, "tidy", tidy)
+    plan = saved_plan(job(servers=3, workers=2, atomic=True), config(tmp_path))
+    cluster = run(plan)
+    check(plan)
+    assert "a file is damaged" in str(cluster.keepers[0].untidy())
+    with open_store(str(tmp_path / "store"), create=False) as store:
+        full = [version.version for version in read_newest(store).versions if version.baseline]
+    assert damaged[0] + 1 in full
 
 
 def test_damage_to_the_newest_version_costs_that_version(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ class Version(Struct, frozen=True):
     """Why it may lack changes of rows: they were found to have changed unseen, after it was saved."""
     records: tuple[int, ...] = ()
     """How many records of each group a restore reads, as its writer has counted them; nothing: not known."""
+    write_speed: int = 0
+    """Bytes a second that its writer had measured when it saved this; 0: not known."""
+    read_speed: int = 0
+    """The same of a restore."""
 
 
 class Era(Struct, frozen=True):

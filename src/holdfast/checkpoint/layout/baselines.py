@@ -10,7 +10,7 @@ from holdfast.options import Chunked, Differential, Full, Policy
 
 _FURTHEST = 200
 _GUESSED_SPEED = 200e6
-_MEASURED_BYTES = 1 << 20  # smaller writes measure the latency
+_MEASURED_BYTES = 1 << 20  # less measures the latency
 
 
 class Baselines:
@@ -18,6 +18,10 @@ class Baselines:
 
     Args:
         policy: of the store.
+
+    Attributes:
+        write_speed: bytes a second, of the last version; 0: not known.
+        read_speed: bytes a second, of the last restore, or as measured; 0: not known.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -26,7 +30,13 @@ class Baselines:
         self._keeps_few = policy.keeps_few
         self._sizes: list[float] = []  # as shares of a full version, with what was rewritten after each
         self._last_bytes = 0
-        self._speed = _GUESSED_SPEED
+        self.write_speed = 0.0
+        self.read_speed = 0.0
+
+    def wants_measured(self, bytes_: int) -> bool:
+        """Whether reading so many bytes would tell something on which it depends when a baseline is due."""
+        weighs_reading = isinstance(self._strategy, Chunked) and self._strategy.reset == "auto"
+        return weighs_reading and bytes_ > _MEASURED_BYTES
 
     def due(self, full_bytes: int, beyond_bytes: int) -> bool:
         """Whether the next version should be a baseline.
@@ -44,9 +54,10 @@ class Baselines:
         if isinstance(strategy, Chunked) and strategy.reset == "auto" and self._sizes:
             if strategy.layout == "rounds" and self._early(strategy.extra_writes):
                 return True
-            # Reading is taken to be as quick as writing: that favours neither side.
-            speed = self._speed
-            return reset_is_due(full_bytes, self._last_bytes, beyond_bytes, speed, speed)
+            write_speed = self.write_speed or _GUESSED_SPEED
+            # As long as nothing has been read, reading is taken to be as quick: that favours neither side.
+            read_speed = self.read_speed or write_speed
+            return reset_is_due(full_bytes, self._last_bytes, beyond_bytes, write_speed, read_speed)
         return False
 
     def _early(self, extra_writes: float) -> bool:
@@ -57,7 +68,12 @@ class Baselines:
         self._sizes = [] if baseline else [*self._sizes, bytes_ / max(full_bytes, 1)]
         self._last_bytes = bytes_
         if bytes_ > _MEASURED_BYTES and seconds > 0:
-            self._speed = bytes_ / seconds
+            self.write_speed = bytes_ / seconds
+
+    def note_read(self, bytes_: int, seconds: float) -> None:
+        """Record the bytes and the duration of a restore, or of a measurement."""
+        if bytes_ > _MEASURED_BYTES and seconds > 0:
+            self.read_speed = bytes_ / seconds
 
     def note_tidied(self, bytes_: int, full_bytes: int) -> None:
         """Record the bytes rewritten after the last version."""

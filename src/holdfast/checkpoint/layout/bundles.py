@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
 from holdfast.checkpoint.format.chunk import Index, NewPiece, Piece, encode_file
-from holdfast.checkpoint.format.manifest import FileChange, FileEntry, FileKind
+from holdfast.checkpoint.format.manifest import Era, FileChange, FileEntry, FileKind
 from holdfast.checkpoint.format.records import Group, RowIds, Rows
 from holdfast.checkpoint.reading.stretches import STRETCH_BYTES, open_file
 from holdfast.checkpoint.store import Store
@@ -54,6 +54,39 @@ class Puts(Protocol):
 
     def put(self, name: str, parts: Sequence[Any], /) -> int:
         """See ``Store.put``."""
+
+
+@dataclass(slots=True)
+class Backlog:
+    """What a rearranger has yet to learn of an era that another process wrote.
+
+    To read which rows are in files takes as long as they are large, so nobody waits for it: it is read in the
+    background, before files are rearranged for the first time.
+    """
+
+    files: tuple[FileEntry, ...]
+    """With records that may be current, the oldest first."""
+    history: tuple[FileEntry, ...]
+    changes: list[ShardChange] = field(default_factory=list)
+    """What has been written since."""
+
+    @classmethod
+    def of(cls, era: Era, shard: int) -> Self:
+        """The files of one shard."""
+        mine = [f for f in era.files if f.kind != "baseline" and f.shard == shard]
+        files = sorted((f for f in mine if f.kind != "history"), key=lambda f: f.first_rank)
+        return cls(tuple(files), tuple(f for f in mine if f.kind == "history"))
+
+    def note(self, change: ShardChange) -> None:
+        """Keep a change until the files are read."""
+        # The next snapshot reuses the memory of ids.
+        files = tuple(replace(file, ids=tuple(ids.copy() for ids in file.ids)) for file in change.files)
+        self.changes.append(replace(change, files=files))
+
+    def live_bytes(self) -> int:
+        """About as many bytes as a restore of the newest version reads beyond the baseline."""
+        written = [file.entry for change in self.changes for file in change.files]
+        return sum(entry.bytes for entry in (*self.files, *written))
 
 
 class FileWriter:

@@ -12,7 +12,7 @@ from holdfast.checkpoint.format.chunk import OPEN, NewPiece, check_piece, decode
 from holdfast.checkpoint.format.manifest import Era, FileEntry
 from holdfast.checkpoint.format.records import Field, Group, RowIds, Rows, join_rows
 from holdfast.checkpoint.layout import rounds
-from holdfast.checkpoint.layout.bundles import FileWriter, ShardChange, Written, read_indexes
+from holdfast.checkpoint.layout.bundles import Backlog, FileWriter, ShardChange, Written, read_indexes
 from holdfast.checkpoint.reading.stretches import open_file
 from holdfast.checkpoint.store import Store
 from holdfast.options import Chunked
@@ -22,6 +22,9 @@ ROUND_BYTES = 1 << 30
 _WORTH_FREEING = 0.05
 _MOSTLY = 0.5
 
+Deaths = tuple[int, NDArray[np.int32], RowIds]
+"""Of a group: versions and ids of records."""
+
 
 @dataclass
 class _OpenFile:
@@ -30,12 +33,13 @@ class _OpenFile:
     entry: FileEntry
     number: int
     dead: int = 0
-    deaths: list[tuple[int, int, RowIds]] = field(default_factory=list)
-    """(group, version, ids)"""
+    deaths: list[Deaths] = field(default_factory=list)
+    deaths_are_exact: bool = True
+    """Or some are when the records were dead at the latest."""
 
     def freed_by(self, oldest_kept: int) -> int:
         """Records of which it is known that no version from this one on needs them."""
-        return sum(len(ids) for _, version, ids in self.deaths if version <= oldest_kept)
+        return sum(int(np.count_nonzero(versions <= oldest_kept)) for _, versions, _ in self.deaths)
 
 
 class Rounds:
@@ -50,15 +54,27 @@ class Rounds:
         self._next_file = 1
         # For each row, the number of the file with its current record; 0 is the baseline.
         self._where: list[NDArray[np.int32]] = []
+        self._backlog: Backlog | None = None
 
     def begin(self, base: int) -> None:
         """A baseline has been written."""
         self._base = base
-        self._files.clear()
-        self._where = [np.zeros(g.rows, np.int32) for g in self.groups]
+        self._backlog = None
+        self._forget()
+
+    def resume(self, store: Store, era: Era) -> None:
+        """Take up an era. Reads nothing; the first ``tidy`` reads which rows are in the live files."""
+        self.begin(era.number)
+        self._backlog = Backlog.of(era, self._writer.shard)
 
     def note_written(self, change: ShardChange) -> None:
         """Record a change that a durable manifest contains."""
+        if self._backlog is not None:
+            self._backlog.note(change)
+        else:
+            self._note(change)
+
+    def _note(self, change: ShardChange) -> None:
         removed = set(change.removed)
         self._files = {n: f for n, f in self._files.items() if f.entry.name not in removed}
         for file in change.files:
@@ -68,6 +84,7 @@ class Rounds:
 
     def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
         """Run a round if one is due and some file is worth it; or give back what nobody needs."""
+        self._catch_up(store)
         files = list(self._files.values())
         round_is_due = (version - self._base) % self.strategy.round_versions == 0
         chosen = rounds.choose(
@@ -77,6 +94,9 @@ class Rounds:
             self.strategy.dead_fraction if round_is_due else _MOSTLY,
             ROUND_BYTES,
         )
+        if round_is_due:
+            others = [i for i in range(len(files)) if i not in chosen]
+            chosen += [others[i] for i in rounds.crowded([files[i].entry.bytes for i in others])]
         taken = [files[i] for i in chosen]
         if not taken or not (round_is_due or self._is_worth_freeing(taken, kept_versions[0])):
             return None
@@ -87,51 +107,40 @@ class Rounds:
         baseline = sum(g.rows * g.record_bytes for g in self.groups if g.raw_rows_of is None)
         return freed > _WORTH_FREEING * (baseline + self.live_bytes())
 
-    def resume(self, store: Store, era: Era) -> None:
-        """Take up an era. Reads which rows are in each of its files, not the rows."""
-        self.begin(era.number)
-        found: list[list[tuple[RowIds, NDArray[np.int32], int]]] = [[] for _ in self.groups]
-        mine = [f for f in era.files if f.kind != "baseline" and f.shard == self._writer.shard]
-        ordered = sorted(mine, key=lambda f: f.first_rank)
-        for entry in ordered:
-            number = 0
-            if entry.kind != "history":
-                number = self._next_file
-                self._next_file += 1
-                self._files[number] = _OpenFile(entry, number)
-            for group, index in read_indexes(store, entry, self.groups):
-                born = index.born.each(len(index.ids))
-                found[group].append((index.ids, born, number))
-                if number:
-                    self._where[group][index.ids] = number
-        for group, parts in enumerate(found):
-            self._find_deaths(group, parts)
-
     def live_bytes(self) -> int:
         """Bytes of the files that hold current records beyond the baseline."""
-        # A copy: the background may be tidying while the trainer asks.
+        # The background may be tidying while the trainer asks.
+        backlog = self._backlog
+        if backlog is not None:
+            return backlog.live_bytes()
         return sum(f.entry.bytes for f in list(self._files.values()))
 
-    def _find_deaths(self, group: int, parts: list[tuple[RowIds, NDArray[np.int32], int]]) -> None:
-        """A record dies in the version in which the next one of its row is born."""
-        if not parts:
+    def _forget(self) -> None:
+        self._files = {}
+        self._where = [np.zeros(g.rows, np.int32) for g in self.groups]
+
+    def _catch_up(self, store: Store) -> None:
+        """Read which rows are in the live files of an era that was resumed; repeated if it fails."""
+        backlog = self._backlog
+        if backlog is None:
             return
-        ids = np.concatenate([i for i, _, _ in parts])
-        born = np.concatenate([b for _, b, _ in parts])
-        files = np.concatenate([np.full(len(i), n, np.int32) for i, _, n in parts])
-        order = np.lexsort((born, ids))
-        ids, born, files = ids[order], born[order], files[order]
-        dead = np.flatnonzero((ids[1:] == ids[:-1]) & (files[:-1] > 0))
-        by_version = np.argsort(born[dead + 1], kind="stable")
-        dead = dead[by_version]
-        for version, a, b in _runs(born[dead + 1]):
-            these = dead[a:b]
-            self._note_deaths(group, version, ids[these], files[these])
+        self._forget()
+        for entry in backlog.files:
+            file = self._add_file(entry)
+            file.deaths_are_exact = not backlog.history
+            for group, index in read_indexes(store, entry, self.groups):
+                where = self._where[group]
+                self._note_deaths(group, index.born.each(len(index.ids)), index.ids, where[index.ids])
+                where[index.ids] = file.number
+        for change in backlog.changes:
+            self._note(change)
+        self._backlog = None  # last: until now nothing but this has been used
 
     def _run_round(
         self, store: Store, version: int, taken: Sequence[_OpenFile], kept_versions: Sequence[int]
     ) -> ShardChange:
         kept = np.asarray(kept_versions, np.int32)
+        exact = all(file.deaths_are_exact for file in taken)
         live: list[NewPiece] = []
         history: list[NewPiece] = []
         replaced: list[tuple[int, int, int]] = []
@@ -142,7 +151,9 @@ class Rounds:
             needed = rounds.belongs_to_any(lives, kept)
             if not needed.all():
                 lives = lives.take(needed)
-            arranged = rounds.arrange(number, lives, version, self._base, self.strategy.round_versions)
+            arranged = rounds.arrange(
+                number, lives, version, self._base, self.strategy.round_versions, deaths_are_exact=exact
+            )
             for target, pieces in zip((live, history), arranged, strict=True):
                 target += [part for piece in pieces for part in self._writer.split(piece)]
         live_files = self._writer.write(store, version, "live", live)
@@ -176,31 +187,37 @@ class Rounds:
 
     def _note_open(self, file: Written, version: int | None) -> None:
         """This file has the current records of its rows; with a version, the ones before died in it."""
-        number = self._next_file
-        self._next_file += 1
-        self._files[number] = _OpenFile(file.entry, number)
+        number = self._add_file(file.entry).number
         for piece, ids in zip(file.pieces, file.ids, strict=True):
             where = self._where[piece.group]
             if version is not None:
-                self._note_deaths(piece.group, version, ids, where[ids])
+                self._note_deaths(piece.group, np.full(len(ids), version, np.int32), ids, where[ids])
             where[ids] = number
 
-    def _note_deaths(self, group: int, version: int, ids: RowIds, files: NDArray[np.int32]) -> None:
-        order = np.argsort(files, kind="stable")
+    def _add_file(self, entry: FileEntry) -> _OpenFile:
+        file = self._files[self._next_file] = _OpenFile(entry, self._next_file)
+        self._next_file += 1
+        return file
+
+    def _note_deaths(
+        self, group: int, versions: NDArray[np.int32], ids: RowIds, files: NDArray[np.int32]
+    ) -> None:
+        """Records of these rows died: in which versions, and in which files they are."""
+        movable = np.flatnonzero(files)  # 0 is the baseline, whose records are never moved
+        order = movable[np.argsort(files[movable], kind="stable")]
         for number, a, b in _runs(files[order]):
-            if number:  # 0 is the baseline, whose records are never moved
-                file = self._files[number]
-                file.dead += b - a
-                file.deaths.append((group, version, ids[order[a:b]]))
+            file = self._files[number]
+            file.dead += b - a
+            file.deaths.append((group, versions[order[a:b]], ids[order[a:b]]))
 
 
-def file_deaths(deaths: Sequence[tuple[int, int, RowIds]], group: int) -> tuple[RowIds, NDArray[np.int32]]:
+def file_deaths(deaths: Sequence[Deaths], group: int) -> tuple[RowIds, NDArray[np.int32]]:
     """The ids of a group that died in a file, ascending, and when."""
-    mine = [(version, ids) for g, version, ids in deaths if g == group]
+    mine = [(versions, ids) for g, versions, ids in deaths if g == group]
     if not mine:
         return np.empty(0, np.int64), np.empty(0, np.int32)
     ids = np.concatenate([i for _, i in mine])
-    versions = np.concatenate([np.full(len(i), v, np.int32) for v, i in mine])
+    versions = np.concatenate([v for v, _ in mine])
     order = np.argsort(ids)
     return ids[order], versions[order]
 

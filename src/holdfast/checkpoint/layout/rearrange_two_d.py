@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.format.chunk import OPEN, NewPiece, Piece, check_piece, decode_index, decode_piece
 from holdfast.checkpoint.format.manifest import Era, FileEntry, is_needed
 from holdfast.checkpoint.format.records import Group, RowIds, Rows, join_rows
-from holdfast.checkpoint.layout import two_d
+from holdfast.checkpoint.layout import rounds, two_d
 from holdfast.checkpoint.layout.bloom import Bloom
-from holdfast.checkpoint.layout.bundles import FileWriter, ShardChange, Written
+from holdfast.checkpoint.layout.bundles import Backlog, FileWriter, ShardChange, Written
 from holdfast.checkpoint.layout.two_d import Chunk, ChunkList, Key, Place
 from holdfast.checkpoint.reading.stretches import by_size, open_file
 from holdfast.checkpoint.store import Store
@@ -28,6 +28,8 @@ from holdfast.options import Chunked
 # A round holds what it moves in memory. One that moves more than this does it in several steps, each of
 # which writes two files of its own.
 STEP_BYTES = 1 << 30
+# After a resume, a round looks at the headers of this many history files of before.
+ADOPTED_FILES = 16
 
 Taken = dict[Key, NDArray[np.bool_]]
 """Which rows a round takes out of chunks."""
@@ -44,15 +46,28 @@ class TwoD:
         self._files: dict[str, FileEntry] = {}
         # The version that was written last, and its rows by group, until they have been compared.
         self._new: tuple[int, dict[int, RowIds]] = 0, {}
+        self._backlog: Backlog | None = None
+        self._history: list[FileEntry] = []  # that has yet to be put into the list
 
     def begin(self, base: int) -> None:
         """A baseline has been written: an empty list."""
-        self.chunks = ChunkList()
-        self._files.clear()
-        self._new = 0, {}
+        self._backlog = None
+        self._history = []
+        self._forget()
+
+    def resume(self, store: Store, era: Era) -> None:
+        """Take up an era. Reads nothing: the next rounds read row 0's ids, of other rows the headers only."""
+        self.begin(era.number)
+        self._backlog = Backlog.of(era, self._writer.shard)
 
     def note_written(self, change: ShardChange) -> None:
         """Record a change that a durable manifest contains."""
+        if self._backlog is not None:
+            self._backlog.note(change)
+        else:
+            self._note(change)
+
+    def _note(self, change: ShardChange) -> None:
         dead = {(entry.name, number) for entry in change.updated for number in entry.dead_pieces}
         gone = {
             chunk.key
@@ -72,13 +87,16 @@ class TwoD:
 
     def tidy(self, store: Store, version: int, kept_versions: Sequence[int]) -> ShardChange | None:
         """Run the round of a version: compare its rows with row 0, and take out what it replaces."""
+        self._catch_up(store)
+        self._adopt_history(store, kept_versions)
         new_version, new = self._new
         # Compared once or not at all: a round that fails is one whose filters passed everything over.
         self._new = 0, {}
         taken = self._compare(store, version, new) if new_version == version else {}
         gone = self.chunks.unneeded(kept_versions) | set(taken)
         sizes = {name: entry.bytes - entry.header_bytes for name, entry in self._files.items()}
-        rewritten = [self.chunks.chunks[key] for key in taken] + self.chunks.sparse(sizes, gone)
+        rewritten = [self.chunks.chunks[key] for key in taken]
+        rewritten += self.chunks.to_move(sizes, gone, self._crowded())
         if not rewritten:
             return None  # chunks that are not needed are found again, and marked, with the next change
         files = self._rewrite(store, version, rewritten, taken, kept_versions)
@@ -86,29 +104,65 @@ class TwoD:
         replaced = tuple((version, key[0], int(np.count_nonzero(mask))) for key, mask in taken.items())
         return ShardChange(version, "round", files, removed, updated, replaced)
 
-    def resume(self, store: Store, era: Era) -> None:
-        """Rebuild the list from the files of an era: row 0's ids are read, of other rows the headers only."""
-        self.begin(0)
+    def live_bytes(self) -> int:
+        """Bytes of row 0."""
+        backlog = self._backlog
+        if backlog is not None:
+            return backlog.live_bytes()
+        return sum(chunk.bytes for chunk in self.chunks.row_0())
+
+    def _crowded(self) -> list[str]:
+        """Small files with chunks of row 0, of which there are too many: a restore opens each."""
+        live = [entry for entry in self._files.values() if entry.kind != "history"]
+        return [live[i].name for i in rounds.crowded([entry.bytes for entry in live])]
+
+    def _forget(self) -> None:
+        self.chunks = ChunkList()
+        self._files = {}
+        self._new = 0, {}
+
+    def _catch_up(self, store: Store) -> None:
+        """Put row 0 of an era that was resumed into the list; repeated if it fails."""
+        backlog = self._backlog
+        if backlog is None:
+            return
+        self._forget()
+        self._add_files(store, backlog.files)
+        for change in backlog.changes:
+            self._note(change)
+        self._history = list(backlog.history)
+        self._backlog = None  # last: until now nothing but this has been used
+
+    def _adopt_history(self, store: Store, kept_versions: Sequence[int]) -> None:
+        """Put some of the history of before a resume into the list: it may be emptied, too.
+
+        Until it is there, it stays as it is, as long as a version needs any of it.
+        """
+        some, rest = self._history[:ADOPTED_FILES], self._history[ADOPTED_FILES:]
+        # Others have left the manifest, and may be deleted.
+        self._add_files(store, [f for f in some if is_needed(f.first_born, f.last_died, kept_versions)])
+        self._history = rest
+
+    def _add_files(self, store: Store, entries: Sequence[FileEntry]) -> None:
+        """Put the chunks of files into the list; parts of a chunk may be there already."""
         found: dict[Key, list[Place]] = {}
-        for entry in era.files:
-            if entry.kind == "baseline" or entry.shard != self._writer.shard:
-                continue
-            self._files[entry.name] = entry
+        for entry in entries:
             opened = open_file(store, entry, self.groups)
             opened.reader.close()
             for number, piece in zip(opened.numbers, opened.pieces, strict=True):
                 key = piece.group, piece.first_born, piece.last_died
-                found.setdefault(key, []).append(Place(entry.name, number, piece))
+                if key not in found:
+                    found[key] = list(self.chunks.chunks[key].places if key in self.chunks.chunks else ())
+                found[key].append(Place(entry.name, number, piece))
+        self._files.update((entry.name, entry) for entry in entries)
         versions = {v for _, born, died in found for v in (born, died) if v != OPEN}
         ordered = [sorted(places, key=lambda p: p.piece.first_id) for places in found.values()]
-        self.chunks = ChunkList(tuple(sorted(versions))).with_chunks(
+        chunks = [
             _chunk(places, self._read_ids(store, places) if places[0].piece.last_died == OPEN else None)
             for places in ordered
-        )
-
-    def live_bytes(self) -> int:
-        """Bytes of row 0."""
-        return sum(chunk.bytes for chunk in self.chunks.row_0())
+        ]
+        columns = tuple(sorted(versions.union(self.chunks.columns)))
+        self.chunks = ChunkList(columns, self.chunks.chunks).with_chunks(chunks)
 
     def _compare(self, store: Store, version: int, new: dict[int, RowIds]) -> Taken:
         """What is to be taken out. Reads row ids of chunks that pass the first two filters, no records."""

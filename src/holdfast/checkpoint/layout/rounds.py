@@ -13,8 +13,13 @@ Why any version comes out right (``rank`` is the order in which pieces are appli
 
 - A live piece of rank T holds records that were current at version T. A row in two open pieces is
   therefore newer in the one of higher rank.
-- A history piece says exactly when each of its records died, so only the right one is taken from it; it
-  is applied after all open pieces, which may still hold an older record of the row.
+- A history piece says when each of its records died, so only the right one is taken from it; it is applied
+  after all open pieces, which may still hold an older record of the row.
+- A process that takes up an era looks at open files only: history grows with every version. So of a record
+  *r* that had died by then it knows the next record of the row in an open file, which came no sooner than
+  the death. If there were others between the two, they have been moved to history before. A version that
+  needs one of those may read *r*, too. So the round that moves *r* gives its history a rank below that of
+  all history from before (``history_rank``), and the right record overrides *r*.
 """
 
 from __future__ import annotations
@@ -34,6 +39,10 @@ SMALLEST_PIECE_BYTES = 512 << 10
 _WIDER = 4
 # How much more than it needs of the live files a version may have to read.
 _LIVE_SHARE = 0.1
+# A restore opens every live file. More small ones than this are put together.
+MOST_SMALL_FILES = 64
+_SMALL_FILE_BYTES = 32 << 20
+_ALIKE_BITS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +75,49 @@ def choose(
     return sorted(chosen)
 
 
+def crowded(sizes: Sequence[int]) -> list[int]:
+    """Which files to put together because there are too many small ones, though little in them may be dead.
+
+    Those of about the same size, within a factor of eight, of which there are most. So what they hold is
+    moved again only when it has become a multiple of that: as often as its size has digits, not with every
+    version.
+    """
+    alike: dict[int, list[int]] = {}
+    for i, size in enumerate(sizes):
+        if size < _SMALL_FILE_BYTES:
+            alike.setdefault(size.bit_length() // _ALIKE_BITS, []).append(i)
+    if sum(map(len, alike.values())) <= MOST_SMALL_FILES:
+        return []
+    return max(alike.values(), key=len)
+
+
 def belongs_to_any(lives: Lives, versions: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Which records at least one of the versions (ascending) needs."""
     first_not_before = np.append(versions, OPEN)[np.searchsorted(versions, lives.born)]
     return first_not_before < lives.died
 
 
+def history_rank(version: int, *, deaths_are_exact: bool) -> int:
+    """The rank of the history that the round of a version writes; see above."""
+    return LAST if deaths_are_exact else LAST - version
+
+
 def arrange(
-    group: int, lives: Lives, version: int, base: int, round_versions: int
+    group: int, lives: Lives, version: int, base: int, round_versions: int, *, deaths_are_exact: bool = True
 ) -> tuple[list[NewPiece], list[NewPiece]]:
     """The live and the history pieces that these records become, each list in file order.
 
-    ``base`` is the version of the era's baseline; buckets of ``round_versions`` are counted from it.
+    ``base`` is the version of the era's baseline; buckets of ``round_versions`` are counted from it. If not
+    ``deaths_are_exact``, records may have died earlier than ``lives`` says.
     """
     record_bytes = sum(f.shape[1] for f in lives.rows.fields)
     least_rows = max(1, SMALLEST_PIECE_BYTES // max(record_bytes, 1))
     current = lives.died == OPEN
     live, history = lives.take(current), lives.take(~current)
+    rank = history_rank(version, deaths_are_exact=deaths_are_exact)
     return (
         _pieces(group, live, version, _live_keys(live.born, least_rows)),
-        _pieces(group, history, LAST, _history_keys(history, base, round_versions, least_rows)),
+        _pieces(group, history, rank, _history_keys(history, base, round_versions, least_rows)),
     )
 
 
@@ -103,7 +135,7 @@ def _pieces(group: int, lives: Lives, rank: int, keys: NDArray[np.int64]) -> lis
             rank=rank,
             rows=Rows(rows.ids[a:b], tuple(f[a:b] for f in rows.fields)),
             born=born[a:b],
-            died=died[a:b] if rank == LAST else OPEN,
+            died=died[a:b],
         )
         for a, b in itertools.pairwise(cuts)
     ]

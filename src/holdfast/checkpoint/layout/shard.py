@@ -31,13 +31,17 @@ class Rearranger(Protocol):
     2. ``note_written`` for every change that a durable manifest holds, its own ones included.
     3. ``tidy`` after a version was committed and noted. What it returns may fail to be committed: until it
        is noted, nothing has changed.
+
+    A restore waits for ``resume``, which therefore reads nothing. ``tidy``, in the background, reads what it
+    has to know: which rows are in the files that a restore of the newest version reads, and no others, whose
+    number grows with every version.
     """
 
     def begin(self, base: int) -> None:
         """Start an era: a baseline has been written."""
 
     def resume(self, store: Store, era: Era) -> None:
-        """Continue an era that another process wrote."""
+        """Continue an era that another process wrote. Reads nothing."""
 
     def note_written(self, change: ShardChange) -> None:
         """Record a change that a durable manifest contains."""
@@ -141,10 +145,9 @@ class Shard:
         return self._rearranger.tidy(store, version, kept_versions)
 
     def resume(self, store: Store, era: Era) -> None:
-        """Take up an era that another process wrote, as if this one had written it.
+        """Take up an era that another process wrote. It must have this shard's ``layout_name``.
 
-        Reads which rows are in each of its files, not the rows. The era must have this shard's
-        ``layout_name``.
+        Reads nothing; the first ``tidy`` does.
         """
         self.base = era.number
         if self._rearranger is not None:

@@ -113,14 +113,20 @@ class ChunkList:
         """Chunks that none of these versions (ascending) reads."""
         return {c.key for c in self.chunks.values() if not is_needed(c.born, c.died, kept_versions)}
 
-    def sparse(self, file_bytes: Mapping[str, int], gone: Collection[Key]) -> list[Chunk]:
-        """The chunks in files of which, without the ones that are gone, too little is needed any more."""
+    def to_move(
+        self, file_bytes: Mapping[str, int], gone: Collection[Key], crowded: Collection[str] = ()
+    ) -> list[Chunk]:
+        """The chunks in files of which, without the ones that are gone, too little is needed any more.
+
+        And those in crowded files: there are too many of these.
+        """
         live = dict.fromkeys(file_bytes, 0)
         stay = [chunk for key, chunk in self.chunks.items() if key not in gone]
         for chunk in stay:
             for place in chunk.places:
                 live[place.file] += place.piece.length
         emptied = {f for f, size in file_bytes.items() if live[f] < LEAST_LIVE_FRACTION * size}
+        emptied.update(crowded)
         return [chunk for chunk in stay if any(place.file in emptied for place in chunk.places)]
 
     def with_column(self, version: int) -> ChunkList:

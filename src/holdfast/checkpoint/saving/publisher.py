@@ -31,7 +31,8 @@ class Publisher:
     """Publishes the versions of a store, whoever writes their rows: one shard or many.
 
     The calls: ``baseline_is_due`` when a version begins; ``commit`` when the rows of all shards are durable;
-    ``note_written`` with what that cost; ``replace`` with what tidying has rearranged.
+    ``note_written`` with what that cost; ``replace`` with what tidying has rearranged. ``note_read`` at any
+    time.
 
     Args:
         catalog: of the store.
@@ -48,6 +49,10 @@ class Publisher:
         self._needs_baseline = True
         self._full_bytes = 0
         self._baselines = Baselines(catalog.policy)
+        if catalog.newest is not None:
+            # What another process has measured. Figures of this one take their place.
+            self._baselines.write_speed = max(0, catalog.newest.write_speed)
+            self._baselines.read_speed = max(0, catalog.newest.read_speed)
 
     def leave_era(self) -> None:
         """Let the next version be a baseline, whatever the policy says."""
@@ -95,6 +100,8 @@ class Publisher:
             dense=dense,
             metadata=dict(new.metadata),
             restores=new.restores,
+            write_speed=round(self._baselines.write_speed),
+            read_speed=round(self._baselines.read_speed),
         )
         self.catalog.commit_version(version, groups, layout_name, changes, unverified)
         self._era = version.era
@@ -108,6 +115,19 @@ class Publisher:
         """The rows of a version that was committed were written in so long."""
         bytes_ = version.bytes - version.dense.bytes
         self._baselines.note(bytes_, self._full_bytes, seconds, baseline=version.baseline)
+
+    def wants_measured(self, bytes_: int) -> bool:
+        """Whether a measurement that reads so many bytes is worth it."""
+        return self._baselines.wants_measured(bytes_)
+
+    def note_read(self, bytes_: int, seconds: float) -> float:
+        """So many bytes of the store were read, for a restore or to measure it; the speed known now."""
+        self._baselines.note_read(bytes_, seconds)
+        return self._baselines.read_speed
+
+    def note_read_speed(self, bytes_per_second: float) -> None:
+        """A restore is expected to be this quick."""
+        self._baselines.read_speed = bytes_per_second
 
     def replace(self, changes: Sequence[FileChange]) -> None:
         """Publish files that were rearranged. The replaced ones go with the manifest after that."""

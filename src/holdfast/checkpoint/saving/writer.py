@@ -36,6 +36,7 @@ from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
 from holdfast.checkpoint.memory.tracker import FindChanged, Tracker
+from holdfast.checkpoint.reading.speed import measure_reading
 from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.saving.publisher import NewVersion, Publisher
 from holdfast.checkpoint.saving.row_copies import RowCopies, RowCopy, file_bytes
@@ -211,6 +212,7 @@ class Writer:
         """How many rows of tables were found to have changed unseen when a baseline read them."""
         self._copied_at_once: set[str] = set()
         """Tables whose rows have changed unannounced while a baseline was written."""
+        self._has_restored = False
 
     def bind(self, tables: LiveTables) -> None:
         """Set the tables to save. New groups begin a new era: the next version holds all rows."""
@@ -327,6 +329,11 @@ class Writer:
                 "checkpoint_unseen_change", table=change.table, rows=change.rows, versions=versions
             )
         return changes
+
+    def note_restored(self, bytes_: int, seconds: float) -> None:
+        """A restore has read so many bytes in so long: how quickly the next one is expected to be read."""
+        self._has_restored = True
+        self._publisher.note_read(bytes_, seconds)
 
     def resume(self, version: Version) -> bool:
         """Continue from the store's newest version, which was just restored; False if the next one must be a
@@ -764,6 +771,8 @@ class Writer:
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
         started, cpu = time.perf_counter(), time.thread_time()
         tidied, tidied_bytes = None, 0
+        if report.baseline and self._publisher.wants_measured(report.bytes) and not self._has_restored:
+            self._measure_reading(number)
         if not self._era_is_damaged:
             tidied = self._shard.tidy(self.store, number, self.catalog.versions_from(self._shard.base))
         if tidied is not None:
@@ -782,3 +791,13 @@ class Writer:
         problem, self.catalog.problem = self.catalog.problem, None
         if problem is not None:
             raise problem
+
+    def _measure_reading(self, baseline: int) -> None:
+        """Read some of a baseline back: nothing has been restored that would tell how long that takes."""
+        era = self.catalog.manifest.era(baseline)
+        try:
+            speed = self._publisher.note_read(*measure_reading(self.store, era.files, self._shard.groups))
+        except StoreError as error:
+            log.warning("could not measure how quickly %s is read: %s", self.store.url, message_of(error))
+            return
+        self.events.emit("checkpoint_read_speed", version=baseline, bytes_per_second=speed)

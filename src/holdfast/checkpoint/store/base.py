@@ -194,6 +194,9 @@ class ObjectReader(ABC):
     def _fill(self, requests: list[ReadRequest]) -> None:
         """Serve requests that lie within ``size``."""
 
+    def forget_cached(self) -> None:  # noqa: B027 (most stores cache nothing here)
+        """Ask the operating system to drop what it has cached of the object, so that reads are real ones."""
+
     @abstractmethod
     def close(self) -> None:
         """Close the object; closing twice is fine."""

@@ -99,6 +99,12 @@ class LocalReader(ObjectReader):
                         raise self._too_short(request.end, offset)
                     filled += count
 
+    def forget_cached(self) -> None:
+        """Ask the kernel to drop the file from the page cache; it does so with what has been synced."""
+        if self._handle is not None and hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Close the file."""
         handle, self._handle = self._handle, None

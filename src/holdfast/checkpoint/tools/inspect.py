@@ -124,6 +124,9 @@ class Description:
     strategy: str
     kind: str
     bytes_to_restore: int
+    write_speed: int
+    """Bytes a second, as its writer knew it; 0: not known."""
+    read_speed: int
     metadata: dict[str, Any]
     unverified: str
     tables: tuple[TableLine, ...]
@@ -205,6 +208,8 @@ def describe_version(store: Store, version: int | None = None) -> Description:
         strategy=reader.era.strategy,
         kind=_kind(found),
         bytes_to_restore=sum(f.needed_bytes for f in files) + found.dense.bytes,
+        write_speed=found.write_speed,
+        read_speed=found.read_speed,
         metadata=found.metadata,
         unverified=found.unverified,
         tables=tables,

@@ -96,6 +96,10 @@ def show_description(found: Description, console: Console) -> None:
         "to restore": size(found.bytes_to_restore),
         "metadata": json.dumps(found.metadata),
     }
+    speeds = {"written": found.write_speed, "read": found.read_speed}
+    if any(speeds.values()):
+        known = (f"{how} at {size(speed)}/s" for how, speed in speeds.items() if speed)
+        facts["speed"] = ", ".join(known)
     if found.unverified:
         facts["unverified"] = f"it may lack changes: {found.unverified}"
     for name, fact in facts.items():

@@ -425,6 +425,9 @@ class Collect(Struct, frozen=True, array_like=True, tag="collect"):
     tidy: bool = False
 
 
+DAMAGED = "damaged"
+
+
 class Saved(Struct, frozen=True, array_like=True, tag="saved"):
     """The answer to ``Collect``. Frames, if the network's rows are not saved to files: this server's, as
     copied."""
@@ -439,7 +442,9 @@ class Saved(Struct, frozen=True, array_like=True, tag="saved"):
     live_bytes: int = 0
     """Bytes of this server's files that a restore reads, beyond the full version."""
     kind: str = ""
-    """Kind of the error (see ``report.result.REASONS``)."""
+    """Kind of the error (see ``report.result.REASONS``); of tidying: ``DAMAGED`` if a file cannot be read."""
+    read_speed: float = 0.0
+    """Bytes a second that this server has read from the store, of a restore or as measured; 0: not known."""
     waited_seconds: float = 0.0
     """How long the server waited for rows to be written because copies exceeded ``max_memory``."""
 

@@ -29,7 +29,7 @@ from holdfast.checkpoint.saving.schedule import SaveSchedule
 from holdfast.checkpoint.store import Store, WriterLock
 from holdfast.cluster.protocol.batches import Layout, merge_layouts
 from holdfast.cluster.protocol.envelope import Frame, as_array
-from holdfast.cluster.protocol.messages import Collect, Saved
+from holdfast.cluster.protocol.messages import DAMAGED, Collect, Saved
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.saving.failures import SaveFailures, cause_of, kind_of
@@ -318,12 +318,22 @@ class SaveCoordinator:
             return
         for error, _ in errors:
             self._say_untidy(save, error)
-        self._live_bytes = sum(a.message.live_bytes for a in save.answers.values())
+        self._note_tidied([a.message for a in save.answers.values()])
         if any(a.change != FileChange() for a in save.answers.values()):
             save.stage = "replacing"
             self._outcome = start(self._runs, lambda: self._replace(save))
         else:
             self._finish(save, supervisor)
+
+    def _note_tidied(self, answers: Sequence[Saved]) -> None:
+        assert self._publisher is not None
+        self._live_bytes = sum(answer.live_bytes for answer in answers)
+        if all(answer.read_speed for answer in answers):
+            # All servers read at the same time, each its own rows.
+            self._publisher.note_read_speed(sum(answer.read_speed for answer in answers))
+        if any(answer.kind == DAMAGED for answer in answers):
+            # A version that needs a damaged file cannot be restored, and every round would read it again.
+            self._publisher.leave_era()
 
     def _conclude(self, save: _Save, supervisor: Supervisor, error: Exception | None, now: float) -> None:
         """Process the result of writing to the store."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,8 +105,16 @@ def read_tree(reader: VersionReader) -> Any:
     return decode_tree(reader.dense(), f"{reader.store.url}: {reader.version.dense.name}")
 
 
-def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, version: int) -> Version:
+def restore_rows(
+    plan: JobPlan,
+    shards: Sequence[GroupShard],
+    store: Store,
+    version: int,
+    on_read: Callable[[int], None] = lambda bytes_: None,
+) -> Version:
     """Read the rows of one server, whichever servers saved them; then all of them count as changed.
+
+    ``on_read`` is told how many bytes were read.
 
     Raises:
         CorruptCheckpoint: rows are missing; they are never filled in.
@@ -130,6 +139,7 @@ def restore_rows(plan: JobPlan, shards: Sequence[GroupShard], store: Store, vers
                 reader.count_rows()  # before files are left out; find_resume did it for the other
             reader.keep_shard(shards[0].server)
         reader.read_rows(put)
+        on_read(reader.bytes_read)
         network = network_records(plan, tree)
         if network is not None:
             put(len(shards) - 1, Rows(np.arange(len(network)), (network.view(np.uint8),)))
@@ -223,7 +233,11 @@ def open_rows(plan: JobPlan, me: Peer, shards: Sequence[GroupShard]) -> Opened:
     saver = ShardSaver(plan, me.slot, shards, store, runs)
     rolled_back, saved = Redundancy(), None
     if plan.resume is not None and me.incarnation == 1:
-        version = restore_rows(plan, shards, store, plan.resume.version)
+        started = time.perf_counter()
+        version = restore_rows(
+            plan, shards, store, plan.resume.version,
+            on_read=lambda bytes_: saver.note_restored(bytes_, time.perf_counter() - started),
+        )  # fmt: skip
         if plan.resume.continues:
             saver.resume(version)
     if me.incarnation > 1:

@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.manifest import FileChange, Version, read_newest
 from holdfast.checkpoint.format.records import Bytes2D, Field, Group, Rows, RowSource, Table
+from holdfast.checkpoint.layout.baselines import Baselines
 from holdfast.checkpoint.layout.bundles import ShardChange
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.memory import copy_on_write
 from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, FrozenRows, default_max_memory
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.priority import large_tables, make_priority
+from holdfast.checkpoint.reading.speed import measure_reading
 from holdfast.checkpoint.saving.row_copies import file_bytes
 from holdfast.checkpoint.saving.shard_rows import (
     Cancellation,
@@ -37,11 +39,11 @@ from holdfast.checkpoint.saving.shard_rows import (
 )
 from holdfast.checkpoint.store import Store
 from holdfast.cluster.protocol.envelope import Frame
-from holdfast.cluster.protocol.messages import Saved
+from holdfast.cluster.protocol.messages import DAMAGED, Saved
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.saving.failures import kind_of
 from holdfast.cluster.saving.layout import encoder_of, saving_of, table_groups
-from holdfast.errors import CorruptCheckpoint, message_of
+from holdfast.errors import CorruptCheckpoint, ObjectMissing, StoreError, message_of
 from holdfast.options import Differential, PriorityName
 from holdfast.tables.shard import GroupShard
 
@@ -84,6 +86,7 @@ class _Save:
     committed: bool = False
     tidy: ShardChange | None = None
     tidy_error: str = ""
+    tidy_kind: str = ""
     tidy_asked: bool = False
     tidied: bool = False
     wanted: Cancellation = field(default_factory=Cancellation)
@@ -116,6 +119,8 @@ class ShardSaver:
         self._encoder = encoder_of(plan)
         self._shard: Shard | None = None
         self._save: _Save | None = None
+        self._baselines = Baselines(policy)  # of which this server only knows how quickly it reads
+        self._has_restored = False
         self._increment = IncrementRows(policy, [group.rows for group in table_groups(plan)])
         self._rankings = rankings(self._shards[: self._tables], policy.prioritize, policy.fraction)
 
@@ -131,6 +136,11 @@ class ShardSaver:
         if isinstance(self._strategy, Differential):
             own, era = self._resumed()
             self._increment.resume(own.rows_of(self._store, era, version.version))
+
+    def note_restored(self, bytes_: int, seconds: float) -> None:
+        """Note that so many bytes of the store have been read, in so long."""
+        self._has_restored = True
+        self._baselines.note_read(bytes_, seconds)
 
     def cut(self, version: int, *, baseline: bool, whole: bool = True) -> None:
         """Copy the rows of a version, or begin to read them: they may change as soon as this returns.
@@ -202,7 +212,9 @@ class ShardSaver:
             return None
         note = _encoded(save.tidy)
         live = self._shard.live_bytes() if self._shard is not None else 0
-        return Saved(version, tidy, note, save.tidy_error, live_bytes=live), ()
+        speed = self._baselines.read_speed
+        error, kind = save.tidy_error, save.tidy_kind
+        return Saved(version, tidy, note, error, live_bytes=live, kind=kind, read_speed=speed), ()
 
     # At a cut, in the server's thread
 
@@ -341,13 +353,26 @@ class ShardSaver:
         try:
             if save is self._save and self._shard is not None:
                 kept = [v.version for v in read_newest(self._store).versions if v.version >= self._shard.base]
+                if save.baseline and not self._has_restored:
+                    self._measure_reading(save)
                 save.tidy = self._shard.tidy(self._store, save.version, kept)
                 self._store.sync()
         except Exception as error:
             log.warning("server %d could not rearrange its files: %r", self._slot, error)
             save.tidy, save.tidy_error = None, message_of(error)
+            save.tidy_kind = DAMAGED if isinstance(error, CorruptCheckpoint | ObjectMissing) else ""
         finally:
             save.tidied = True
+
+    def _measure_reading(self, save: _Save) -> None:
+        """Read some of a baseline back: nothing has been restored that would tell how long that takes."""
+        assert save.change is not None
+        entries = [file.entry for file in save.change.files]
+        if self._baselines.wants_measured(sum(entry.bytes for entry in entries)):
+            try:
+                self._baselines.note_read(*measure_reading(self._store, entries, self._encoder.stored))
+            except StoreError as error:
+                log.warning("server %d could not measure how quickly it reads: %r", self._slot, error)
 
     def _apply_tidy(self, change: ShardChange) -> None:
         try:
