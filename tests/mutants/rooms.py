@@ -77,6 +77,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _READING + "test_damage.py",
         _READING + "test_versions.py",
     ),
+    "checkpoint/reading/speed.py": (_READING + "test_speed.py",),
     "checkpoint/reading/stretches.py": (
         _READING + "test_stretches.py",
         _READING + "test_version.py",

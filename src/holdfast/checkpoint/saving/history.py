@@ -101,12 +101,13 @@ class History:
         dropped: in a draft, the files and segments that it no longer needs.
     """
 
+    dropped: list[str]
+
     def __init__(self, stored: Stored) -> None:
         manifest = stored.manifest
         self.versions: dict[int, Version] = {v.version: v for v in manifest.versions}
         self.eras: dict[int, Era] = {era.number: era for era in manifest.eras}
         self.last_version = max([manifest.last_version, *self.versions])
-        self.dropped: list[str] = []
         mentions = [Mentions.of(part) for part in stored.parts]
         self._known = tuple(map(_Known.of, manifest.segments, mentions))
         self._recent = mentions[-1] if mentions else self._everything()
