@@ -37,8 +37,8 @@ PANELS = (
 def run(report: Report) -> None:
     """All parts; or, quickly, each of them once at sizes that are too small to say much."""
     if report.quick:
-        measure_baseline(report, gigabytes=(0.1,), rounds=1, folder=None)
-        measure_history(report, versions=(10, 100))
+        measure_baseline(report, gigabytes=(0.05,), rounds=1, folder=None)
+        measure_history(report, versions=(10, 100), openings=1)
         measure_restore(report, versions=(5, 20), rows=20_000, touched=100, rounds=1)
         measure_servers(report, gigabytes=(0.02,), kills=1, folder=None)
     else:
