@@ -35,6 +35,7 @@ BENCHES = {
     "quantize": "row codecs against those of torch and fbgemm and against k-means: loss, rows/s, bytes",
     "quantize-accuracy": "AUC lost by restores from quantized checkpoints, by bits and restores",
     "recovery": "a killed server: time until training resumes, throughput, time until all is recovered",
+    "server-bound": "servers alone, workers that do not compute: processor time of each protection",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
 }
 
