@@ -48,6 +48,7 @@ from holdfast.cluster.protocol.messages import (
     PulledRows,
     Push,
     Pushed,
+    Relay,
     ServerBeat,
     ServerInView,
     View,
@@ -55,7 +56,7 @@ from holdfast.cluster.protocol.messages import (
     WorkerInView,
 )
 from holdfast.cluster.protocol.plan import JobPlan, LaneOptions
-from holdfast.cluster.protocol.wire import Message
+from holdfast.cluster.protocol.wire import Message, decode
 from holdfast.cluster.runtime.engines.local import LocalLauncher
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.address import address_of
@@ -453,13 +454,16 @@ class _Pusher:
         """Process answers; send what comes next when all have arrived."""
         for envelope in self._transport.poll(seconds):
             message, slot = envelope.message, envelope.source.slot
+            if isinstance(message, Relay):  # of a server that has not heard from here for a while
+                header = decode(message.header)
+                message, slot = header.message, header.source.slot
             if isinstance(message, Pushed | Kept):
                 kept = message.kept if isinstance(message, Pushed) else message.sequence
                 self._kept[slot] = max(self._kept[slot], kept)
             if isinstance(message, Pushed | PulledRows):
                 self._waiting.discard(slot)
             elif isinstance(message, Lacks):
-                self._install(envelope.source)
+                self._install(Peer("server", slot, 1))
             elif not isinstance(message, Kept):
                 raise HoldfastError(f"server {slot} answers {message}: expected Pushed")
         if not self._waiting and self._stage != "done":
