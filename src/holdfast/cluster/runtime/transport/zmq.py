@@ -39,9 +39,6 @@ _TCP_PART_BYTES: Final = 64 << 10
 with encryption, the cost is negligible."""
 _TCP_OVERHEAD_BYTES: Final = 1 << 10
 """The most that encryption adds to a part."""
-_UNIX_BUFFER_BYTES: Final = 4 << 20
-"""What a Unix socket may hold: with the kernel's 208 KB, sender and receiver wait for each other many times
-in a large message. The kernel grants as much of it as it allows."""
 _HANDSHAKE_MILLISECONDS: Final = 5_000
 _POLL_MESSAGES: Final = 1024
 """Messages to read from one socket at a time, so that a flood does not keep ``poll`` from returning."""
@@ -246,8 +243,6 @@ class ZmqTransport:
         socket.maxmsgsize = self._part_bytes + _TCP_OVERHEAD_BYTES
         socket.handshake_ivl = _HANDSHAKE_MILLISECONDS
         socket.copy_threshold = COPY_BELOW_BYTES
-        if self._keys is None:
-            socket.sndbuf = _UNIX_BUFFER_BYTES
         # A machine that loses power closes no connection.
         socket.heartbeat_ivl = 5_000
         socket.heartbeat_timeout = 20_000
