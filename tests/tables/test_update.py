@@ -122,6 +122,33 @@ def test_many_updates_of_a_row_are_one_difference() -> None:
         np.testing.assert_array_equal(taken(shard), before ^ shard.records)
 
 
+def test_taken_changes_stay_as_they_are_while_somebody_has_them() -> None:
+    """Their memory is used again, but only then: they may wait to be sent, or to be undone."""
+    shard = shard_of("momentum", 8, k=4)
+    random = np.random.default_rng(3)
+    held: list[tuple[NDArray[np.uint32], NDArray[np.uint32]]] = []
+    for step in range(30):
+        places = random.permutation(40)[: random.integers(1, 40)].astype(np.uint32)
+        shard.push(places, random.standard_normal((len(places), 8)).astype(F))
+        for _, blocks, differences in shard.changes.take():
+            held += [(array, array.copy()) for array in (blocks, differences)]
+        if step % 3 == 0:  # somebody has all, or only a part of one
+            del held[random.integers(0, len(held)) :]
+        for array, copy in held:
+            np.testing.assert_array_equal(array, copy)
+
+
+def test_memory_of_changes_that_nobody_has_is_used_again() -> None:
+    shard = shard_of("momentum", 8, k=4)
+    every = np.arange(40, dtype=np.uint32)
+    gradients = np.ones((40, 8), F)
+    addresses = set()
+    for _ in range(10):
+        shard.push(every, gradients)
+        addresses |= {change.differences.ctypes.data for change in shard.changes.take()}
+    assert len(addresses) == 4, "one for each member"
+
+
 def test_first_values_are_a_change() -> None:
     plan = GroupPlan(
         name="g", dim=2, tables=(TablePlan("t", 9),), optimizer=OptimizerPlan(name="sgd", lr=1.0),

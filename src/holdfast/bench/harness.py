@@ -36,6 +36,7 @@ BENCHES = {
     "quantize-accuracy": "AUC lost by restores from quantized checkpoints, by bits and restores",
     "recovery": "a killed server: time until training resumes, throughput, time until all is recovered",
     "scale": "how costs grow: baselines by size, restores and publishing by versions, servers by size",
+    "server-bound": "servers alone, workers that do not compute: processor time of each protection",
     "train": "the reference trainer against a plain PyTorch loop; the readers' rows/s",
 }
 

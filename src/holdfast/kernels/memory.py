@@ -5,14 +5,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_LINE = 64  # bytes of a cache line
-_LINE_WORDS = _LINE // 4
+LINE = 64  # bytes of a cache line
+_LINE_WORDS = LINE // 4
 
 
 def aligned_empty(size: int) -> NDArray[np.uint8]:
     """Uninitialized bytes, aligned to a cache line."""
-    space = np.empty(size + _LINE, np.uint8)
-    first = -space.ctypes.data % _LINE
+    return aligned_part(np.empty(size + LINE, np.uint8), size)
+
+
+def aligned_part(space: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """So many bytes of some memory, aligned to a cache line, of which the memory needs one more."""
+    first = -space.ctypes.data % LINE
     return space[first : first + size]
 
 

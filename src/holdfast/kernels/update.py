@@ -7,20 +7,20 @@ fused and none reordered: equal pushes in equal order give equal bits on every m
 
 ``marks`` is a bitmap of records that changed. ``changes`` is for whoever has to tell others what changed: the
 first time that a record is updated, it is copied as it was. It is four arrays: a bitmap of the records that
-are copied (without elements if nobody wants to know), their places (uint32), the copies, and an int64 that
-says how many there are; there must be room for all that is updated. ``take_changes`` makes differences of
-them.
+are copied (without elements if nobody wants to know), then by member (place % k): their blocks (place // k,
+uint32 [k, room]), the copies ([k, room, words], aligned to a cache line), and how many there are (int64 [k]).
+There must be room for all that is updated. ``take_changes`` makes differences of the copies.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from holdfast.kernels.machine import mixed, prefetch
+from holdfast.kernels.machine import mixed, pointer, prefetch
 from holdfast.kernels.simd import COUNT, compiled, each, load, splat, store
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with the one that it is
@@ -46,80 +46,89 @@ def _ask(address, count):
     prefetch(address + count - 4)
 
 
+# What is called for every record takes addresses and numbers: arrays that are passed on would be counted as
+# references, each by an atomic operation, which took a quarter of an update's time.
+
+
+@_inlined
+def _word(address):
+    """The 64-bit word at an address, as an array of one."""
+    return carray(pointer(address), 1, np.uint64)
+
+
 @_inlined
 def _copy(to, at, words):
     """Copy a record from one address to another."""
-    for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
+    some = words // COUNT * COUNT * 4
+    for w in range(0, some, COUNT * 4):
         store(to + w, load(at + w))
+    for w in range(some, words * 4, 4):
+        carray(pointer(to + w), 1, np.uint32)[0] = carray(pointer(at + w), 1, np.uint32)[0]
 
 
 @_inlined
-def _keep(records, place, changes):
+def _addresses(changes):
+    """Where the arrays of ``changes`` are, k, and the room of each member; 0 if nobody wants to know."""
+    copied, blocks, copies, counts = changes
+    k, room = blocks.shape
+    wanted = np.int64(copied.ctypes.data) if copied.shape[0] else np.int64(0)
+    first, copy = np.int64(blocks.ctypes.data), np.int64(copies.ctypes.data)
+    return wanted, first, copy, np.int64(counts.ctypes.data), k, room
+
+
+@_inlined
+def _keep(records, words, place, kept):
     """Copy a record as it is before its first update."""
-    copied, places, copies, count = changes
+    copied, blocks, copies, counts, k, room = kept
     bit = np.uint64(1) << np.uint64(place & 63)
-    if not copied[place >> 6] & bit:
-        copied[place >> 6] |= bit
-        words, n = records.shape[1], count[0]
-        _copy(copies.ctypes.data + n * words * 4, records.ctypes.data + place * words * 4, words)
-        for w in range(words // COUNT * COUNT, words):
-            copies[n, w] = records[place, w]
-        places[n] = place
-        count[0] = n + 1
+    bits = _word(copied + (place >> 6) * 8)
+    if not bits[0] & bit:
+        bits[0] |= bit
+        block = np.uint32(place) // np.uint32(k)
+        member = place - np.int64(block) * k
+        count = carray(pointer(counts + member * 8), 1, np.int64)
+        at = member * room + count[0]
+        count[0] += 1
+        carray(pointer(blocks + at * 4), 1, np.uint32)[0] = block
+        _copy(copies + at * words * 4, records + place * words * 4, words)
 
 
 @_inlined
-def _begin(records, places, i, marks, changes):
-    """What comes before each record's update: the record's number."""
-    words = records.shape[1]
-    if i + _AHEAD < places.shape[0]:
-        _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
-    place = np.int64(places[i])
-    marks[place >> 6] |= np.uint64(1) << np.uint64(place & 63)
-    if changes[0].shape[0]:
-        _keep(records, place, changes)
-    return place
+def _begin(records, words, place, marks, kept):
+    """What comes before each record's update."""
+    _word(marks + (place >> 6) * 8)[0] |= np.uint64(1) << np.uint64(place & 63)
+    if kept[0]:
+        _keep(records, words, place, kept)
 
 
 @compiled
 def keep_records(records, places, changes):
     """Copy records that are about to be changed by others than the loops below."""
+    kept = _addresses(changes)
+    first = np.int64(records.ctypes.data)
     for i in range(places.shape[0]):
-        _keep(records, np.int64(places[i]), changes)
+        _keep(first, records.shape[1], np.int64(places[i]), kept)
 
 
 @compiled
-def take_changes(records, changes, k, starts, blocks, differences):
-    """Old XOR new of all records that are copied, by member (place % k), and forget the copies.
-
-    ``starts`` is int64 [k + 1] and becomes where each member's begin; ``blocks`` gets place // k of each,
-    ``differences`` the bits, [changes, words].
-    """
-    copied, places, copies, count = changes
-    words = records.shape[1]
-    starts[:] = 0
-    for i in range(count[0]):
-        starts[places[i] % k + 1] += 1
-    for m in range(k):
-        starts[m + 1] += starts[m]
-    for i in range(count[0]):
-        if i + _AHEAD < count[0]:
-            _ask(records.ctypes.data + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
-        place = np.int64(places[i])
-        to = starts[place % k]
-        starts[place % k] += 1
-        blocks[to] = place // k
-        copied[place >> 6] = np.uint64(0)
-        old, new = copies.ctypes.data + i * words * 4, records.ctypes.data + place * words * 4
-        out = differences.ctypes.data + to * words * 4
-        for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
-            store(out + w, _xor(load(old + w), load(new + w)))
-        for w in range(words // COUNT * COUNT, words):
-            differences[to, w] = copies[i, w] ^ records[place, w]
-    for m in range(k, 0, -1):
-        starts[m] = starts[m - 1]
-    starts[0] = 0
-    count[0] = 0
+def take_changes(records, changes):
+    """Turn all copies into old XOR new, where they are, and begin anew: nothing counts as copied then."""
+    copied, blocks, copies, counts = changes
+    k, room, words = copies.shape
+    for member in range(k):
+        for i in range(counts[member]):
+            if i + _AHEAD < counts[member]:
+                coming = np.int64(blocks[member, i + _AHEAD]) * k + member
+                _ask(records.ctypes.data + coming * words * 4, words * 4)
+            place = np.int64(blocks[member, i]) * k + member
+            copied[place >> 6] = np.uint64(0)
+            new = records.ctypes.data + place * words * 4
+            old = copies.ctypes.data + (member * room + i) * words * 4
+            for w in range(0, words // COUNT * COUNT * 4, COUNT * 4):
+                store(old + w, _xor(load(old + w), load(new + w)))
+            for w in range(words // COUNT * COUNT, words):
+                copies[member, i, w] ^= records[place, w]
+        counts[member] = 0
 
 
 @intrinsic
@@ -169,12 +178,17 @@ def _sgd(w, g, lr):
 @compiled
 def update_sgd(records, places, gradients, lr, marks, changes):
     """w -= lr g"""
+    kept = _addresses(changes)
     floats = records.view(np.float32)
-    dim = gradients.shape[1]
+    words, dim = records.shape[1], gradients.shape[1]
+    first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, changes)
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        if i + _AHEAD < places.shape[0]:
+            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        place = np.int64(places[i])
+        _begin(first, words, place, marked, kept)
+        at, of = first + place * words * 4, gradients.ctypes.data + i * dim * 4
         for d in range(0, some * 4, COUNT * 4):
             store(at + d, _sgd(load(at + d), load(of + d), splat(lr)))
         for d in range(some, dim):
@@ -190,12 +204,17 @@ def _momentum(w, b, g, lr, momentum):
 @compiled
 def update_momentum(records, places, gradients, lr, momentum, marks, changes):
     """b = momentum b + g; w -= lr b"""
+    kept = _addresses(changes)
     floats = records.view(np.float32)
-    dim = gradients.shape[1]
+    words, dim = records.shape[1], gradients.shape[1]
+    first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, changes)
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        if i + _AHEAD < places.shape[0]:
+            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        place = np.int64(places[i])
+        _begin(first, words, place, marked, kept)
+        at, of = first + place * words * 4, gradients.ctypes.data + i * dim * 4
         for d in range(0, some * 4, COUNT * 4):
             b = at + dim * 4 + d
             weight, moved = _momentum(load(at + d), load(b), load(of + d), splat(lr), splat(momentum))
@@ -216,12 +235,17 @@ def _adagrad(w, s, g, lr, eps):
 @compiled
 def update_adagrad(records, places, gradients, lr, eps, marks, changes):
     """s += g²; w -= lr g / (sqrt(s) + eps)"""
+    kept = _addresses(changes)
     floats = records.view(np.float32)
-    dim = gradients.shape[1]
+    words, dim = records.shape[1], gradients.shape[1]
+    first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, changes)
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        if i + _AHEAD < places.shape[0]:
+            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        place = np.int64(places[i])
+        _begin(first, words, place, marked, kept)
+        at, of = first + place * words * 4, gradients.ctypes.data + i * dim * 4
         for d in range(0, some * 4, COUNT * 4):
             s = at + dim * 4 + d
             weights, totals = _adagrad(load(at + d), load(s), load(of + d), splat(lr), splat(eps))
@@ -265,15 +289,20 @@ def _scaled(w, g, divisor, lr):
 @compiled
 def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, changes):
     """s += mean of g²; w -= lr g / (sqrt(s) + eps)"""
+    kept = _addresses(changes)
     floats = records.view(np.float32)
-    dim = gradients.shape[1]
+    words, dim = records.shape[1], gradients.shape[1]
+    first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, changes)
+        if i + _AHEAD < places.shape[0]:
+            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        place = np.int64(places[i])
+        _begin(first, words, place, marked, kept)
         total = floats[place, dim] + _square_sum(gradients, i) / np.float32(dim)
         floats[place, dim] = total
         divisor = np.sqrt(total) + eps
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        at, of = first + place * words * 4, gradients.ctypes.data + i * dim * 4
         for d in range(0, some * 4, COUNT * 4):
             store(at + d, _scaled(load(at + d), load(of + d), splat(divisor), splat(lr)))
         for d in range(some, dim):
@@ -306,16 +335,21 @@ def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, change
     size = lr sqrt(1 - beta2^t) / (1 - beta1^t), t the record's own number of updates. ``lr`` and the betas
     are float64, as in torch.
     """
+    kept = _addresses(changes)
     floats = records.view(np.float32)
-    dim = gradients.shape[1]
+    words, dim = records.shape[1], gradients.shape[1]
+    first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
     some = dim // COUNT * COUNT
     part1, part2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(places.shape[0]):
-        place = _begin(records, places, i, marks, changes)
+        if i + _AHEAD < places.shape[0]:
+            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        place = np.int64(places[i])
+        _begin(first, words, place, marked, kept)
         step = np.int64(records[place, 3 * dim]) + 1
         records[place, 3 * dim] = np.uint32(step)
         size = np.float32(lr * np.sqrt(1.0 - _power(beta2, step)) / (1.0 - _power(beta1, step)))
-        at, of = records.ctypes.data + place * records.shape[1] * 4, gradients.ctypes.data + i * dim * 4
+        at, of = first + place * words * 4, gradients.ctypes.data + i * dim * 4
         for d in range(0, some * 4, COUNT * 4):
             m, v = at + dim * 4 + d, at + dim * 8 + d
             weights, means, squares = _adam(

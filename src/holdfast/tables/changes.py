@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.kernels import update
+from holdfast.kernels.memory import LINE, aligned_part
 
 Records = NDArray[np.uint32]
+_Arrays = tuple[NDArray[np.uint64], NDArray[np.uint32], Records, NDArray[np.int64]]
 
-_LEAST_ROOM = 256
+_NOTHING: Records = np.empty(0, np.uint32)
+_LEAST_ROOM = 64
+_MOST_SPACES = 3  # one that is filled, one on its way, one that others in this process may have to undo
+_REFERENCES_OF_NOBODY = 2  # the list's reference, and that of the caller
 
 
 class MemberChange(NamedTuple):
@@ -26,6 +32,9 @@ class MemberChange(NamedTuple):
 class Changes:
     """Copies of records as they were before their first update: many updates of a row are one difference.
 
+    Copies lie side by side for each member, and ``take`` turns them into differences where they are: what it
+    returns is not copied again before it is sent. The memory is used again once nobody refers to it.
+
     Args:
         records: the records of a group at a server.
         k: data records of a stripe.
@@ -36,20 +45,21 @@ class Changes:
         self._records = records
         self._k = k
         self._copied = np.zeros(-(-len(records) // 64) if keep else 0, np.uint64)
-        self._places = np.empty(0, np.uint32)
-        self._copies = np.empty((0, records.shape[1]), np.uint32)
-        self._count = np.zeros(1, np.int64)
+        self._counts = np.zeros(k, np.int64)
+        self._blocks_of_all = -(-len(records) // k)
+        self._spaces: list[NDArray[np.uint8]] = []
+        self._room = 0
+        self._taken = False
+        self._blocks, self._copies = self._space(0)
 
     def __len__(self) -> int:
-        return int(self._count[0])
+        return sum(self._counts.tolist())  # of so few numbers, faster than NumPy's
 
-    def for_update(
-        self, most: int
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], Records, NDArray[np.int64]]:
+    def for_update(self, most: int) -> _Arrays:
         """The arrays that ``kernels.update`` takes, with room for so many more records."""
         if len(self._copied):
-            self._make_room(min(len(self) + most, len(self._records)))
-        return self._copied, self._places, self._copies, self._count
+            self._make_room(most)
+        return self._copied, self._blocks, self._copies, self._counts
 
     def keep(self, places: NDArray[np.uint32] | NDArray[np.int64]) -> None:
         """Copy records that are about to be written to in another way."""
@@ -58,28 +68,54 @@ class Changes:
 
     def take(self) -> list[MemberChange]:
         """All changes since the last call; members without any are left out."""
-        count = len(self)
-        starts = np.empty(self._k + 1, np.int64)
-        blocks = np.empty(count, np.uint32)
-        differences = np.empty((count, self._records.shape[1]), np.uint32)
-        update.take_changes(self._records, self.for_update(0), self._k, starts, blocks, differences)
-        spans = [(m, slice(int(starts[m]), int(starts[m + 1]))) for m in range(self._k)]
-        return [MemberChange(m, blocks[at], differences[at]) for m, at in spans if at.stop > at.start]
+        counts = self._counts.tolist()
+        if not any(counts):
+            return []
+        update.take_changes(self._records, (self._copied, self._blocks, self._copies, self._counts))
+        blocks, copies = self._blocks, self._copies
+        self._taken = True
+        return [MemberChange(m, blocks[m, :n], copies[m, :n]) for m, n in enumerate(counts) if n]
 
     def told(self, places: NDArray[np.int64]) -> Records:
         """Records, by ascending places, as they were when ``take`` was last called."""
         found: Records = self._records[places]
-        changed = self._places[: len(self)].astype(np.int64)
-        at = np.minimum(np.searchsorted(places, changed), max(0, len(places) - 1))
-        if len(places):
+        for m, count in enumerate(self._counts.tolist() if len(places) else ()):
+            changed = self._blocks[m, :count].astype(np.int64) * self._k + m
+            at = np.minimum(np.searchsorted(places, changed), len(places) - 1)
             hit = np.flatnonzero(places[at] == changed)
-            found[at[hit]] = self._copies[hit]
+            found[at[hit]] = self._copies[m, hit]
         return found
 
-    def _make_room(self, count: int) -> None:
-        if count > len(self._places):
-            room = min(max(2 * len(self._places), count, _LEAST_ROOM), len(self._records))
-            places, copies = np.empty(room, np.uint32), np.empty((room, self._records.shape[1]), np.uint32)
-            places[: len(self)] = self._places[: len(self)]
-            copies[: len(self)] = self._copies[: len(self)]
-            self._places, self._copies = places, copies
+    def _make_room(self, most: int) -> None:
+        """For so many more records, which may all be the same member."""
+        count = min(max(self._counts.tolist()) + most, self._blocks_of_all)
+        if count > self._room:
+            room = min(max(2 * self._room, count, _LEAST_ROOM), self._blocks_of_all)
+            blocks, copies = self._space(room)
+            for m, n in enumerate(self._counts.tolist()):
+                blocks[m, :n], copies[m, :n] = self._blocks[m, :n], self._copies[m, :n]
+            self._blocks, self._copies = blocks, copies
+        elif self._taken:
+            self._blocks = self._copies = _NOTHING  # whoever still refers to them is somebody else
+            self._blocks, self._copies = self._space(self._room)
+        self._taken = False
+
+    def _space(self, room: int) -> tuple[NDArray[np.uint32], Records]:
+        """Blocks [k, room] and copies [k, room, words] in memory that nobody refers to any more, or else in
+        fresh memory, which costs a page fault for every 4 KiB."""
+        if room != self._room:
+            self._spaces.clear()
+            self._room = room
+        words = self._records.shape[1]
+        count = self._k * room
+        size = count * (words + 1) * 4
+        for i in range(len(self._spaces)):
+            if sys.getrefcount(self._spaces[i]) == _REFERENCES_OF_NOBODY:
+                space = self._spaces[i]
+                break
+        else:
+            space = np.empty(size + LINE, np.uint8)
+            self._spaces = [space, *self._spaces][:_MOST_SPACES]
+        part = aligned_part(space, size).view(np.uint32)
+        copies = part[: count * words].reshape(self._k, room, words)
+        return part[count * words :].reshape(self._k, room), copies

@@ -154,7 +154,8 @@ class Replicator:
 
     def _pending_bytes(self) -> int:
         """Size of the changes since the last flush."""
-        return sum(len(self._shards[g].changes) * self._shards[g].records[:1].nbytes for g in self.parities)
+        groups = self.plan.groups
+        return sum(len(self._shards[g].changes) * groups[g].words * 4 for g in self.parities)
 
     def flush(self, now: float) -> None:
         """Send all changes to the parity servers, as the next flush."""
