@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.kernels import update
+from holdfast.kernels.copies import lay_over
 
 Records = NDArray[np.uint32]
 
@@ -69,11 +70,8 @@ class Changes:
     def told(self, places: NDArray[np.int64]) -> Records:
         """Records, by ascending places, as they were when ``take`` was last called."""
         found: Records = self._records[places]
-        changed = self._places[: len(self)].astype(np.int64)
-        at = np.minimum(np.searchsorted(places, changed), max(0, len(places) - 1))
-        if len(places):
-            hit = np.flatnonzero(places[at] == changed)
-            found[at[hit]] = self._copies[hit]
+        if len(self):
+            lay_over(self._copied, self._places[: len(self)], self._copies, places, found)
         return found
 
     def _make_room(self, count: int) -> None:
