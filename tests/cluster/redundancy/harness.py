@@ -201,7 +201,8 @@ class Node:
             self.recovery.tick(now)
             self.recovery.ask(now)
         self.stripes.rebuild(now, beside=self.recovery is not None and self.recovery.left > 0)
-        self.stripes.scrub(now)
+        if self.recovery is None or not self.recovery.left:
+            self.stripes.scrub(now)
         self._note_flush()
 
     def adopt(self, view: View) -> None:

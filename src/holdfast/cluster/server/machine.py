@@ -296,7 +296,8 @@ class Server:
             if self.recovery is not None:
                 self._recover(self.recovery, now)
             self._rebuild(self.stripes, now)
-            self.stripes.scrub(now)
+            if self.recovery is None or not self.recovery.left:
+                self.stripes.scrub(now)
             self._kept.tell(self.view, now)
         if self.started.epoch:
             unsure = self.contents.unsure(self.view) if self.contents is not None else ()
@@ -340,12 +341,14 @@ class Server:
         recovery = self.recovery
         left = recovery is not None and recovery.left > 0
         lost = recovery is not None and (recovery.lost(), recovery.network_lost)
+        lacking = self.stripes is not None and self.stripes.lacking() > 0
         contents = self.contents
         updates = (contents.lost, contents.is_behind, contents.ahead) if contents is not None else None
         return (
             self._restoring,
             self._saved(),
             left,
+            lacking,
             lost,
             updates,
             self._installing.groups,
@@ -539,6 +542,8 @@ class Server:
         """Process deferred messages, as rows have been recovered."""
         for envelope in self._waiting.at_rows():
             self._receive(envelope, self._now)
+        if self.recovery is not None and not self.recovery.left:
+            self.beat(self._now)
 
     def _with_kept(self, answer: Pushed | Refused | None, source: Peer) -> Pushed | Refused | None:
         self._note_changes(source.slot)
