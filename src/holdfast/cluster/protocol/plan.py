@@ -52,10 +52,10 @@ class LaneOptions(Struct, frozen=True, kw_only=True):
     """How many pushes of a worker may wait for a flush; half of them trigger one."""
     chunk_rows: int | None = None
     """Rows recovered at a time in the background; None: see ``chunk``."""
-    share: float = 0.2
+    share: float = 0.3
     """The share of time that background recovery may use while workers are busy and processors are scarce;
-    1: always as fast as possible. With a fifth, training keeps nine tenths of its speed although recovery
-    takes processors from workers."""
+    1: always as fast as possible. With 0.3, training keeps nine tenths of its speed although recovery takes
+    processors from workers."""
     scrub_seconds: float = 0.0
     """Period in which scrubbing checks all stripes, over and over; 0: no scrubbing."""
 

@@ -42,8 +42,8 @@ _VOTE_SECONDS = 10.0
 _LACKED_A_PAUSE = 32
 """Owners that lack rows are asked again about this many chunks in each time of ``_READ_AGAIN_SECONDS``."""
 _MOST_REBUILDS = 2
-"""Chunks of one group's parities that are rebuilt at a time; half of them while rows are missing, or in a
-burst."""
+"""Chunks of one group's parities that are rebuilt at a time, or in a burst; half of them while rows are
+missing."""
 
 Purpose = Literal["recover", "vote", "rebuild", "scrub", "repair"]
 
@@ -202,7 +202,7 @@ class Stripes:
         for (group, t), turn in self._passes.items():
             parity = self._parities[group]
             while parity.lacking and now >= turn.at and turn.jobs < most:
-                if not self._throttle.allows(now, _MOST_REBUILDS // 2):
+                if not self._throttle.allows(now, most):
                     return
                 blocks = self._next_incomplete(parity, t, turn)
                 if not len(blocks):
