@@ -16,7 +16,9 @@ CLAIMED = {
     "recovery.resume_seconds", "recovery.drop_percent", "recovery.k2.full_seconds",
     "recovery.checkpoint_average_over_ec", "recovery.decode_megabytes_per_second", "recovery.bit_exact",
     "recovery.shared.resume_seconds", "recovery.shared.drop_percent", "recovery.shared.k2.full_seconds",
-    "recovery.shared.checkpoint_average_over_ec",
+    "recovery.shared.checkpoint_average_over_ec", "recovery.shared.idle.full_over_unthrottled",
+    "recovery.shared.busy.drop_percent", "recovery.shared.busy.unthrottled.drop_percent",
+    "recovery.k2.rows2000.seconds_per_gigabyte",
 }  # fmt: skip
 
 
@@ -24,9 +26,16 @@ def test_a_death_is_measured() -> None:
     scale = replace(recovery.QUICK, ks=(2,))
     with recovery.Victims(recovery._config(scale, 2000, 2)) as victims:
         death = victims.death(0.3)
+        idle = victims.idle()
     assert 0 < death.rows_seconds <= death.full_seconds
     assert death.resume_seconds > 0
     assert death.before > 0
+    assert idle.full_seconds > 0
+    assert idle.megabytes_per_second > 0
+
+
+def test_how_much_slower_training_was() -> None:
+    assert recovery.Death(0.1, 1.0, 2.0, before=10.0, meanwhile=8.0).drop_percent == pytest.approx(20)
 
 
 @pytest.mark.soak

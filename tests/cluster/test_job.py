@@ -124,7 +124,7 @@ def test_processors_of_servers() -> None:
             plan_job(job.config)
     code = hf.ErasureCode(2, 1)
     together = plan_job(hf.Job(network(), reader(), protection=code).config)
-    assert (together.server_processors, together.lanes.share) == ((), 0.2)
+    assert (together.server_processors, together.lanes.share) == ((), 0.3)
     if len(here) > 1:
         # Recovery takes nothing from workers then: it is as fast as it can be, unless one says otherwise.
         apart = hf.Job(network(), reader(), protection=code, engine=hf.Local(server_processors=here[:1]))

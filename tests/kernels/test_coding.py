@@ -122,3 +122,13 @@ def test_any_bits(changes: list[tuple[int, int, int]], size: int) -> None:
         for b, byte in enumerate(differences[i].view(np.uint8)):
             column[b] ^= product(int(coefficients[i]), int(byte))
     assert (result == expected).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_xor_from(size: int) -> None:
+    parity, guarded = randoms(1, 40, size), randoms(2, 12, size)
+    target, before = guarded[1:-1], guarded.copy()
+    places = np.random.default_rng(size).integers(0, 40, 10)
+    loops.xor_from(target, parity, places)
+    assert (target == before[1:-1] ^ parity[places]).all()
+    assert (guarded[[0, -1]] == before[[0, -1]]).all()

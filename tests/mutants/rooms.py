@@ -152,6 +152,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _REDUNDANCY + "test_replicator.py",
         _REDUNDANCY + "test_stripes.py",
         _REDUNDANCY + "test_recover.py",
+        _REDUNDANCY + "test_throttle.py",
         _REDUNDANCY + "test_lanes_machine.py",  # after the others: what it finds, it shrinks
         "cluster/test_scenarios.py",
     ),

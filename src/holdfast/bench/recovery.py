@@ -119,6 +119,7 @@ def measure(report: Report, scale: Scale) -> None:
     else:
         report.console.print("  (one processor: servers and workers cannot but share it)", highlight=False)
     _compare(report, dataclasses.replace(scale, max_rows=scale.max_rows[-1:]))
+    _throttle(report, scale)
     _chunks(report, scale)
 
 
@@ -193,6 +194,20 @@ class Death:
     meanwhile: float
     """… and between the resumption and the full recovery."""
 
+    @property
+    def drop_percent(self) -> float:
+        """How much slower training was."""
+        return (1 - self.meanwhile / self.before) * 100
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """What came after a server was killed while workers waited, from when its replacement took over."""
+
+    full_seconds: float
+    megabytes_per_second: float
+    """Of rows."""
+
 
 class Victims:
     """A job of which servers are killed, one after the other.
@@ -223,6 +238,18 @@ class Victims:
         slot, self._next = self._next, (self._next + 1) % self.job.plan.servers
         at = self.job.kill_server(slot)
         return slot, at, self.job.wait(lambda status: _is_whole(status, slot, at), "the recovery of a server")
+
+    def idle(self) -> Idle:
+        """One death while no worker does anything."""
+        self.job.hold()
+        self.job.wait_for_spares()
+        slot, killed, whole = self.kill()
+        full = time.time()
+        (started,), (recovered,) = (
+            happened(whole, f"server_{what}", killed) for what in ("started", "recovered")
+        )
+        megabytes = _server_bytes(self.job.plan, slot) / 1e6
+        return Idle(full - started.at, megabytes / (recovered.at - started.at))
 
     def death(self, seconds: float) -> Death:
         """One death, after so long, while workers train."""
@@ -277,12 +304,14 @@ def _online(report: Report, scale: Scale) -> dict[int, float]:
             report.raw[f"{prefix}.k{k}.rows{max_rows}"] = deaths
             note = f"rows and parities of a server with {held / 1e6:.0f} MB of rows"
             report.figure(f"{prefix}.k{k}.rows{max_rows}.full_seconds", full, note)
+            name = f"{prefix}.k{k}.rows{max_rows}.seconds_per_gigabyte"
+            report.figure(name, full.median / held * 1e9, "of rows; the same for all sizes, if it is linear")
             resume += [death.resume_seconds for death in deaths]
         slowest[k] = full.median
         report.figure(f"{prefix}.k{k}.full_seconds", full, "of the largest tables")
         rows = Spread.of([death.rows_seconds for death in deaths])
         report.figure(f"{prefix}.k{k}.rows_seconds", rows, "until all rows are back")
-        drop += [(1 - death.meanwhile / death.before) * 100 for death in deaths]
+        drop += [death.drop_percent for death in deaths]
     report.figure(f"{prefix}.resume_seconds", Spread.of(resume), "from the kill until all workers go on")
     report.figure(f"{prefix}.resume_seconds.worst", max(resume), f"of {len(resume)}")
     report.figure(f"{prefix}.drop_percent", Spread.of(drop), "of the speed, from then until all is back")
@@ -318,6 +347,48 @@ def _checkpoints(report: Report, scale: Scale, full_seconds: dict[int, float]) -
     report.figure(f"{prefix}.checkpoint_average_over_ec", best, "as the papers' 9.8: k = 2, 60 minutes")
 
 
+# What the throttle costs and gains
+
+
+def _throttle(report: Report, scale: Scale) -> None:
+    """With the usual throttle and without any, in turn, on shared processors: while workers are idle, and
+    while they are busy."""
+    config = _config(scale, scale.max_rows[-1], scale.chunk_k)
+    free = _config(scale, scale.max_rows[-1], scale.chunk_k, recovery_share=1.0)
+    idle: dict[str, list[Idle]] = {"usual": [], "unthrottled": []}
+    busy: dict[str, list[Death]] = {"usual": [], "unthrottled": []}
+    with Victims(config) as usual, Victims(free) as unthrottled:
+        sides = {"usual": usual, "unthrottled": unthrottled}
+        for victims in sides.values():
+            victims.job.hold()
+            victims.job.wait_for_spares()
+            victims.job.freeze()
+        for _ in range(scale.kills):
+            for name, victims in sides.items():
+                victims.job.thaw()
+                idle[name].append(victims.idle())
+                busy[name].append(victims.death(scale.seconds))
+                victims.job.freeze()
+    report.raw["recovery.shared.throttle"] = {"idle": idle, "busy": busy}
+    prefix, k = "recovery.shared", scale.chunk_k
+    full = {name: Spread.of([one.full_seconds for one in found]) for name, found in idle.items()}
+    report.figure(f"{prefix}.idle.full_seconds", full["usual"], f"{k} + 1, while workers wait")
+    report.figure(f"{prefix}.idle.unthrottled.full_seconds", full["unthrottled"])
+    pairs = zip(idle["usual"], idle["unthrottled"], strict=True)
+    ratios = [one.full_seconds / other.full_seconds for one, other in pairs]
+    report.figure(f"{prefix}.idle.full_over_unthrottled", Spread.of(ratios))
+    rows = [one.megabytes_per_second for one in idle["unthrottled"]]
+    report.figure(f"{prefix}.idle.unthrottled.megabytes_per_second", Spread.of(rows), "of rows")
+    for name, deaths in busy.items():
+        beside = f"{prefix}.busy" if name == "usual" else f"{prefix}.busy.unthrottled"
+        report.figure(f"{beside}.full_seconds", Spread.of([death.full_seconds for death in deaths]))
+        report.figure(f"{beside}.drop_percent", Spread.of([death.drop_percent for death in deaths]))
+    pairs_busy = zip(busy["usual"], busy["unthrottled"], strict=True)
+    ratios = [one.full_seconds / other.full_seconds for one, other in pairs_busy]
+    report.figure(f"{prefix}.busy.full_over_unthrottled", Spread.of(ratios))
+    report.save()
+
+
 # How fast it could be
 
 
@@ -328,12 +399,14 @@ def _chunks(report: Report, scale: Scale) -> None:
         code = {"chunk_rows": CHUNKS[name], "recovery_share": 1.0}
         with Victims(_config(scale, scale.max_rows[-1], scale.chunk_k, **code)) as victims:
             deaths = [victims.death(scale.seconds) for _ in range(scale.kills)]
-            decoded = [_decoding(victims) for _ in range(scale.kills)] if name == "usual" else []
+            decoded = []
+            if name == "usual":
+                decoded = [victims.idle().megabytes_per_second for _ in range(scale.kills)]
         report.raw[f"recovery.chunk_{name}"] = {"deaths": deaths, "decode_megabytes_per_second": decoded}
         full = Spread.of([death.full_seconds for death in deaths])
         what = f"{CHUNK_BYTES >> 20} MB of" if name == "usual" else name
         report.figure(f"recovery.chunk_{name}.full_seconds", full, f"{what} rows at a time, unthrottled")
-        drop = Spread.of([(1 - death.meanwhile / death.before) * 100 for death in deaths])
+        drop = Spread.of([death.drop_percent for death in deaths])
         report.figure(f"recovery.chunk_{name}.drop_percent", drop)
         if name == "usual":
             average = report.figures["recovery.shared.checkpoint60.average_seconds"]
@@ -342,14 +415,3 @@ def _chunks(report: Report, scale: Scale) -> None:
         if decoded:
             note = "of records, unthrottled, while workers wait"
             report.figure("recovery.decode_megabytes_per_second", Spread.of(decoded), note)
-
-
-def _decoding(victims: Victims) -> float:
-    """MB/s while nobody trains."""
-    victims.job.hold()
-    victims.job.wait_for_spares()
-    slot, killed, whole = victims.kill()
-    (started,), (recovered,) = (
-        happened(whole, f"server_{what}", killed) for what in ("started", "recovered")
-    )
-    return _server_bytes(victims.job.plan, slot) / 1e6 / (recovered.at - started.at)

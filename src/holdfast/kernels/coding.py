@@ -254,6 +254,17 @@ def xor_into(parity, places, differences):
 
 
 @_compiled
+def xor_from(target, parity, places):
+    """target[i] ^= parity[places[i]]"""
+    words = parity.shape[1]
+    to, at, row_bytes = target.ctypes.data, parity.ctypes.data, words * 4
+    for i in range(places.shape[0]):
+        if i + _AHEAD < places.shape[0]:
+            _ask(at + np.int64(places[i + _AHEAD]) * row_bytes, row_bytes)
+        _add_record(to + i * row_bytes, at + np.int64(places[i]) * row_bytes, words)
+
+
+@_compiled
 def multiply_add_into(parity, places, coefficients, differences):
     """parity[places[i]] ^= coefficients[i] * differences[i]
 

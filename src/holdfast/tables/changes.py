@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.kernels import update
+from holdfast.kernels.copies import lay_over
 from holdfast.kernels.memory import LINE, aligned_part
 
 Records = NDArray[np.uint32]
@@ -79,11 +80,8 @@ class Changes:
     def told(self, places: NDArray[np.int64]) -> Records:
         """Records, by ascending places, as they were when ``take`` was last called."""
         found: Records = self._records[places]
-        for m, count in enumerate(self._counts.tolist() if len(places) else ()):
-            changed = self._blocks[m, :count].astype(np.int64) * self._k + m
-            at = np.minimum(np.searchsorted(places, changed), len(places) - 1)
-            hit = np.flatnonzero(places[at] == changed)
-            found[at[hit]] = self._copies[m, hit]
+        if any(self._counts.tolist()):
+            lay_over(self._copied, self._blocks, self._copies, self._counts, places, found)
         return found
 
     def _make_room(self, most: int) -> None:

@@ -36,3 +36,16 @@ def test_an_answer_halves_the_wait_and_not_below_the_first_one() -> None:
         retry.ease(now)
         waits.append(retry.due - now)
     assert waits == [2.0, 1.0, 1.0]
+
+
+def test_waits_grow_up_to_a_limit() -> None:
+    retry = Retry(1.0, factor=2, longest=2.5)
+    retry.begin(0.0)
+    waits = []
+    for now in (1.0, 3.0, 6.0):
+        retry.again(now)
+        waits.append(retry.due - now)
+    assert waits == [2.0, 2.5, 2.5]
+    retry = Retry(1.0, factor=2, longest=0.5)
+    retry.again(0.0)
+    assert retry.due == 1.0, "not below the first one"

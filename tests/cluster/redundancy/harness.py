@@ -49,6 +49,7 @@ from holdfast.cluster.redundancy.parity import Blocks, Records
 from holdfast.cluster.redundancy.recover import Recovery
 from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.cluster.redundancy.stripes import Stripes
+from holdfast.cluster.redundancy.throttle import Throttle
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
 from tests.coding.field import product, times
@@ -132,10 +133,13 @@ class Node:
             on_values=self._on_values,
             doubt=lambda target, now: self.doubted.append(target),
         )
-        self.stripes = Stripes(plan, self.replicator)
+        self.throttle = Throttle(plan.lanes.share)
+        self.stripes = Stripes(plan, self.replicator, self.throttle)
         self.recovery: Recovery | None = None
         if replaces:
-            self.recovery = Recovery(plan, self.shards, self.replicator, self._on_rows, self._on_lost)
+            self.recovery = Recovery(
+                plan, self.shards, self.replicator, self.throttle, self._on_rows, self._on_lost
+            )
         self._admission = Admission(me, plan)
         self._note_flush()
 
@@ -186,8 +190,7 @@ class Node:
         elif isinstance(message, Syndromes) and self.recovery is not None:
             self.recovery.receive(source, message, frames, now)
         stripes.finish(now)
-        if self.recovery is None or not self.recovery.left:
-            stripes.rebuild(now)
+        stripes.rebuild(now, beside=self.recovery is not None and self.recovery.left > 0)
 
     def tick(self, now: float) -> None:
         """Let time pass."""
@@ -196,8 +199,9 @@ class Node:
         self.stripes.tick(now)
         if self.recovery is not None:
             self.recovery.tick(now)
+            self.recovery.ask(now)
+        self.stripes.rebuild(now, beside=self.recovery is not None and self.recovery.left > 0)
         if self.recovery is None or not self.recovery.left:
-            self.stripes.rebuild(now)
             self.stripes.scrub(now)
         self._note_flush()
 

@@ -44,7 +44,7 @@ def test_a_job_begins_with_parities_of_first_values(k: int, r: int) -> None:
     placement = Placement(k + r + 1, k, r)
     for server in range(placement.servers):
         shard = ParityShard(PLAN, placement, server, 7)
-        assert shard.complete
+        assert shard.lacking == 0
         blocks = np.arange(shard.blocks)
         for t in range(r):
             rows = {m: placement.stripe_rows(server, t, m, blocks) for m in range(k)}
@@ -65,7 +65,7 @@ def test_first_values_of_many_blocks_are_all_counted() -> None:
 
 def test_values_that_are_still_to_come_count_as_zero_bits() -> None:
     shard = blank_shard()
-    assert shard.complete
+    assert shard.lacking == 0
     assert not shard.records.any()
 
 
@@ -81,6 +81,17 @@ def test_a_change_goes_to_its_parity_and_its_blocks_alone() -> None:
     assert not shard.records.any(), "the same again undoes it"
 
 
+def test_parities_are_added_to_sums() -> None:
+    shard, sums = blank_shard(), record(5, 2)
+    shard.put(1, ALL, record(3))
+    shard.add_to(sums, 1, np.array([4, 1]))
+    assert (sums == record(5, 2) ^ record(3)[[4, 1]]).all()
+    with pytest.raises(ValueError, match="sums of shape"):
+        shard.add_to(sums, 1, np.array([4]))
+    with pytest.raises(ValueError, match="sums of shape"):
+        shard.add_to(sums, 1, np.array([4, BLOCKS]))
+
+
 def test_put_overwrites_some() -> None:
     shard = blank_shard()
     shard.put(0, np.array([2]), record(3, 1))
@@ -91,7 +102,6 @@ def test_put_overwrites_some() -> None:
 
 def test_a_lost_parity_is_whole_when_all_members_are_in() -> None:
     shard = empty_shard()
-    assert not shard.complete
     assert shard.lacking == 2 * BLOCKS
     members = {m: record(m) for m in range(3)}
     for m, records in members.items():
@@ -146,7 +156,6 @@ def test_forgotten_parities_contain_nothing_and_others_stay() -> None:
         for m, records in members.items():
             shard.change(t, m, ALL, records)
     shard.forget(1, np.array([0, 2]))
-    assert not shard.complete
     assert shard.lacking == 2
     assert shard.whole(1, ALL).tolist() == [False, True, False, *[True] * (BLOCKS - 3)]
     assert shard.whole(0, ALL).all()
@@ -154,7 +163,7 @@ def test_forgotten_parities_contain_nothing_and_others_stay() -> None:
     assert (shard.get(1, np.array([1])) == summed(1, members)[1:2]).all()
     shard.change(1, 0, np.array([0]), record(9, 1))
     assert not shard.get(1, np.array([0])).any(), "it waits for the whole value"
-    shard.note_complete()
+    shard.forget(1, np.array([2, 2]))
     assert shard.lacking == 2
     for m, records in members.items():
         shard.add(1, m, ALL, records)
@@ -162,15 +171,16 @@ def test_forgotten_parities_contain_nothing_and_others_stay() -> None:
     assert (shard.get(1, ALL) == summed(1, members)).all()
 
 
-def test_parities_are_known_to_be_complete_once_somebody_has_looked() -> None:
-    shard, seen = empty_shard(), []
-    for t in range(2):
-        for m in range(3):
-            shard.add(t, m, ALL, record(m))
-            before = shard.complete
-            shard.note_complete()
-            seen.append((before, shard.complete))
-    assert seen == [(False, False)] * 5 + [(False, True)]
+def test_how_many_parities_are_lacking_is_always_known() -> None:
+    chance, shard = np.random.default_rng(1), empty_shard()
+    for _ in range(300):
+        blocks = np.flatnonzero(chance.random(BLOCKS) < 0.4)
+        t, m = (int(number) for number in chance.integers((2, 3)))
+        if chance.random() < 0.1:
+            shard.forget(t, blocks)
+        else:
+            shard.add(t, m, blocks, record(m, len(blocks)))
+        assert shard.lacking == sum(int((~shard.whole(t, ALL)).sum()) for t in range(2))
 
 
 def test_what_is_read_only_is_so_for_the_reader_alone() -> None:

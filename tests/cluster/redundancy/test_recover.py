@@ -35,6 +35,7 @@ from tests.cluster.redundancy.harness import (
 )
 
 AGAIN = 0.5
+FIRST = 0.1
 STUCK = 10.0
 
 
@@ -58,6 +59,7 @@ def recovery_of(node: Node) -> Recovery:
 
 def want(node: Node, places: Sequence[int], group: int = TABLES) -> None:
     recovery_of(node).want(group, np.array(places, np.int64), node.now)
+    recovery_of(node).ask(node.now)
 
 
 def questions(servers: Servers) -> list[tuple[Peer, Recover, list[int]]]:
@@ -206,68 +208,117 @@ class TestRowsThatSomebodyWaitsFor:
 class TestScan:
     """Behind what somebody waits for, a scan brings back all other rows."""
 
-    def test_two_chunks_are_on_their_way_at_a_time(self) -> None:
-        servers = trained(chunk_rows=3)
+    def begun(self, **options: Any) -> tuple[Servers, Node]:
+        """A replacement that lacks rows of tables, member 0 and 1, of which a scan can begin."""
+        servers = trained(chunk_rows=3, **options)
         node = servers.replace(0)
+        recovery_of(node).leave_out(NETWORK)
         servers.take()
+        return servers, node
+
+    def asked(self, servers: Servers) -> list[tuple[int, list[int]]]:
+        return [(message.without[0], blocks) for _, message, blocks in questions(servers)]
+
+    def answer(self, servers: Servers, seconds: float = 0.0) -> None:
+        """Let all answers arrive at once, after some time."""
+        servers.deliver(Recover, ReadStripes, Values)
+        servers.tick(seconds)
+        servers.hand(*servers.take(Syndromes))
+
+    def test_two_chunks_are_on_their_way_to_each_parity_server(self) -> None:
+        servers, node = self.begun()
         servers.tick(1.0)
-        assert [blocks for _, _, blocks in questions(servers)] == [[0, 1, 2], [3, 4, 5]]
+        assert self.asked(servers) == [(0, [0, 1, 2]), (1, [0, 1, 2]), (0, [3, 4, 5]), (1, [3, 4, 5])]
         servers.tick(0.1)
-        assert questions(servers) == []
+        assert self.asked(servers) == []
         want(node, [20])
-        assert [blocks for _, _, blocks in questions(servers)] == [[10]], "nobody waits for the scan"
+        assert self.asked(servers) == [(0, [10])], "nobody waits for the scan"
 
     def test_the_next_chunk_follows_an_answer(self) -> None:
-        servers = trained(chunk_rows=3)
-        node = servers.replace(0)
+        servers, node = self.begun()
         servers.tick(1.0)
         servers.deliver(Recover, ReadStripes, Values)
-        servers.hand(servers.take(Syndromes)[0])
-        assert [blocks for _, _, blocks in questions(servers)] == [[6, 7, 8]]
+        of_first = servers.plan.placements[TABLES].parity_server(0, 0, 0)
+        servers.hand(servers.take(Syndromes, source=of_first)[0])
+        assert self.asked(servers) == [(0, [6, 7, 8])]
         assert node.served == 1
 
     def test_rows_that_were_asked_for_already_are_left_out(self) -> None:
-        servers = trained(chunk_rows=3)
-        node = servers.replace(0)
+        servers, node = self.begun()
         want(node, [2, 6, 8, 10])
         servers.take()
-        servers.tick()
-        assert [blocks for _, _, blocks in questions(servers)] == [[0, 2], [6, 7, 8]]
+        servers.tick(FIRST + 0.01)
+        assert self.asked(servers) == [(0, [0, 2]), (1, [0, 1, 2]), (0, [6, 7, 8]), (1, [3, 4, 5])]
 
-    def test_a_scan_takes_a_share_of_the_time(self) -> None:
-        servers = trained(chunk_rows=3, share=0.2)
-        servers.replace(0)
-        servers.tick()
-        servers.deliver(Recover, ReadStripes, Values)
-        servers.tick(0.1)
+    def test_rows_that_somebody_waits_for_come_first(self) -> None:
+        servers, node = self.begun()
+        want(node, [2])
+        (question,) = servers.take(Recover)
+        servers.tick(FIRST - 0.01)
+        assert self.asked(servers) == []
+        servers.hand(question)
+        servers.deliver(ReadStripes, Values)
         servers.hand(*servers.take(Syndromes))
-        assert questions(servers) == []
+        assert len(self.asked(servers)) == 4
+
+    def test_a_scan_does_not_wait_for_them_forever(self) -> None:
+        servers, node = self.begun()
+        want(node, [2])
+        servers.take(Recover)
+        servers.tick(FIRST + 0.01)
+        assert len(self.asked(servers)) == 4
+
+    def test_what_several_requests_wait_for_is_asked_for_together(self) -> None:
+        servers, node = self.begun()
+        for places in ([2, 5], [7, 2], [6]):
+            recovery_of(node).want(TABLES, np.array(places), node.now)
+        assert self.asked(servers) == []
+        recovery_of(node).ask(node.now)
+        assert self.asked(servers) == [(0, [1, 3]), (1, [2, 3])]
+        recovery_of(node).ask(node.now)
+        assert self.asked(servers) == []
+
+    def test_while_workers_are_busy_a_scan_takes_a_share_of_the_time(self) -> None:
+        servers, node = self.begun(share=0.2)
+        node.throttle.note_request(servers.now)
+        servers.tick()
+        assert [len(blocks) for _, blocks in self.asked(servers)] == [3, 3], "a chunk of each parity server"
+        servers, node = self.begun(share=0.2)
+        node.throttle.note_request(servers.now)
+        servers.tick()
+        self.answer(servers, 0.1)
+        assert self.asked(servers) == []
+        node.throttle.note_request(servers.now)
         servers.tick(0.4 - 0.01)
-        assert questions(servers) == []
+        assert self.asked(servers) == []
         servers.tick(0.02)
-        assert len(questions(servers)) == 2
+        assert len(self.asked(servers)) == 2
 
     def test_a_scan_takes_all_of_it_when_nobody_trains(self) -> None:
-        servers = trained(chunk_rows=3, share=0.2)
-        node = servers.replace(0)
-        recovery_of(node).hurry = True
+        servers, node = self.begun(share=0.2)
+        node.throttle.note_request(servers.now)
+        node.throttle.hurry = True
         servers.tick()
-        servers.deliver(Recover, ReadStripes, Values)
-        servers.tick(0.1)
-        servers.hand(*servers.take(Syndromes))
-        assert len(questions(servers)) == 2
+        self.answer(servers, 0.1)
+        assert len(self.asked(servers)) == 4
 
     def test_rows_that_somebody_waits_for_do_not_slow_the_scan_down(self) -> None:
-        servers = trained(chunk_rows=3, share=0.2)
-        node = servers.replace(0)
+        servers, node = self.begun(share=0.2)
+        node.throttle.note_request(servers.now)
         want(node, [20])
-        servers.deliver(Recover, ReadStripes, Values)
-        servers.tick(0.1)
-        servers.take(Recover)
-        servers.hand(*servers.take(Syndromes))
-        servers.tick(0.01)
+        self.answer(servers, FIRST - 0.01)
         assert recovery_of(node).recovered == 1
-        assert servers.take(Recover) == [], "two chunks are on their way already"
+        assert self.asked(servers) != []
+
+    def test_many_unanswered_requests_stop_a_scan(self) -> None:
+        servers, node = self.begun()
+        for place in range(2, 26, 2):
+            for _ in range(6):
+                recovery_of(node)._asked[TABLES][place] = False
+                want(node, [place])
+        servers.take()
+        servers.tick(FIRST + 0.01)
+        assert self.asked(servers) == []
 
     @pytest.mark.parametrize("chunk", [1, 4, 1000])
     def test_all_rows_of_all_groups_come_back(self, chunk: int) -> None:
@@ -467,13 +518,18 @@ class TestSolving:
         servers.take()
         want(node, [15])
         assert len(servers.take(Recover)) == 1, "its answer does not come"
+        servers.now += FIRST + 0.01
         node.tick(servers.now)
-        first = servers.take(Recover, source=0)
-        assert [blocks_of(e) for e in first] == [[0, 1], [2, 3]]
+        first = [e for e in servers.take(Recover, source=0) if message_of(e, Recover).without == (0,)]
+        assert [blocks_of(e) for e in first if message_of(e, Recover).group == TABLES] == [[0, 1], [2, 3]]
         servers.hand(*first)
         servers.deliver(ReadStripes, Values)
         servers.hand(*servers.take(Syndromes))
-        asked = [(blocks_of(e), message_of(e, Recover).without) for e in servers.take(Recover, source=0)]
+        asked = [
+            (blocks_of(e), message_of(e, Recover).without)
+            for e in servers.take(Recover, source=0)
+            if message_of(e, Recover).group == TABLES
+        ]
         assert [blocks for blocks, without in asked if without == (0,)] == [[4, 5], [6, 7]]
         assert [blocks for blocks, without in asked if len(without) == 2] == [[0, 1]] * 2 + [[2, 3]] * 2
 
@@ -545,7 +601,8 @@ class TestWhoDoesNotAnswer:
         want(node, [14])
         self.wait(servers)
         second = servers.plan.placements[TABLES].parity_server(0, 0, 1)
-        asked = {blocks_of(e)[0]: e.target.slot for e in servers.take(Recover)}
+        questions = [e for e in servers.take(Recover) if message_of(e, Recover).without == (0,)]
+        asked = {blocks_of(e)[0]: e.target.slot for e in questions}
         assert {block: asked[block] for block in (0, 6, 7)} == {0: second, 6: second, 7: second}
 
     def test_a_scan_does_not_pause_for_the_time_that_it_has_waited(self) -> None:
@@ -554,10 +611,12 @@ class TestWhoDoesNotAnswer:
         node = servers.replace(0)
         recovery_of(node).leave_out(NETWORK)
         servers.take()
+        node.throttle.note_request(servers.now)
         servers.tick()
-        self.wait(servers)
-        servers.deliver(Recover, ReadStripes, Values, Syndromes)
-        assert recovery_of(node).left == 0
+        assert len(servers.take(Recover)) == 2
+        node.throttle.note_request(servers.now + 0.3)
+        servers.tick(0.3)
+        assert len([e for e in servers.take(Recover) if blocks_of(e) == [1]]) == 2
 
     def test_where_nobody_answers_they_are_asked_by_turns(self) -> None:
         servers, _, question = self.asked()

@@ -648,6 +648,7 @@ class TestReads:
         replacement = servers.replace(0)
         assert replacement.recovery is not None
         replacement.recovery.want(TABLES, np.array([0, 4]), servers.now)
+        replacement.recovery.ask(servers.now)
         servers.deliver(Recover, ReadStripes, Values)
         servers.hand(*servers.take(Syndromes))
         servers.take()

@@ -13,6 +13,7 @@ from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.messages import (
     Commit,
     Install,
+    Instant,
     Part,
     Peer,
     Position,
@@ -26,12 +27,14 @@ from holdfast.cluster.protocol.messages import (
     WorkerInView,
 )
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.stripe_messages import Recover
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.server.machine import Server
 from holdfast.cluster.server.process import _warm_up
+from holdfast.kernels import coding, copies, update
 from holdfast.kernels import rows as row_loops
-from holdfast.kernels import update
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
+from tests.cluster.redundancy.harness import Servers, plan_of
 
 PLACES = np.arange(5, dtype=np.uint32)
 VALUES = np.ones((5, 12), np.float32)
@@ -39,7 +42,7 @@ VALUES = np.ones((5, 12), np.float32)
 
 def compiled() -> dict[str, int]:
     """For each loop of a server, for how many kinds of arguments it has been compiled."""
-    loops = {**vars(update), **vars(row_loops)}
+    loops = {**vars(update), **vars(row_loops), **vars(coding), **vars(copies)}
     return {name: len(loop.signatures) for name, loop in loops.items() if hasattr(loop, "signatures")}
 
 
@@ -143,3 +146,81 @@ def test_a_pull_that_overtakes_a_commit_waits_for_it() -> None:
     replaced = View(ViewNumber(2), "running", servers, (WorkerInView(0, 2, starts=True, sequence=1),))
     server.receive(Envelope(Peer("supervisor"), server.me, replaced), 0.0)
     assert not server._waiting._for_push, "nobody waits any more"
+
+
+@pytest.mark.parametrize(("k", "r"), [(2, 1), (2, 2), (3, 3)])
+def test_nothing_is_compiled_while_servers_recover(k: int, r: int) -> None:
+    plan = plan_of(k=k, r=r)
+    _warm_up(plan.groups, (k, r), (1, r))
+    servers = Servers(plan)
+    servers[0].push([0])  # whose arrays are not those of messages
+    before = compiled()
+    for node in servers:
+        node.push([0, 1, 3])
+        node.flush()
+        node.push([1, 2])
+    servers.deliver()
+    for slot in range(r):
+        servers.fence(slot)
+    for slot in range(r):
+        servers.settle(slot)
+    for slot in range(r):
+        servers.start(slot)
+    servers.run(10.0)
+    assert not any(node.recovery is not None and node.recovery.left for node in servers)
+    assert not any(node.stripes.lacking() for node in servers)
+    assert compiled() == before
+
+
+def replacement(*, rounds: bool) -> Server:
+    """A server that has just taken over its slot, without rows."""
+    plan = plan_of(k=2, r=1, workers=2)
+    server = Server(Peer("server", 0, 2), plan, rounds=rounds)
+    until = Instant(installed=plan.first_installed)
+    servers = (
+        ServerInView(0, 2, starts=True, since=ViewNumber(2), counts_until=until),
+        *(ServerInView(slot, 1, starts=True, since=ViewNumber(1)) for slot in (1, 2)),
+    )
+    workers = tuple(WorkerInView(slot, 1, starts=True) for slot in range(2))
+    server.receive(
+        Envelope(Peer("supervisor"), server.me, View(ViewNumber(2), "running", servers, workers)), 0.0
+    )
+    server.outbox.clear()
+    return server
+
+
+def pull(server: Server, worker: int, places: list[int]) -> list[list[int]]:
+    """The blocks that the server asks others for because a worker pulls rows."""
+    message = Pull(1, (Part(0, len(places)),))
+    server.receive(
+        Envelope(Peer("worker", worker, 1), server.me, message, [np.array(places, np.uint32)]), 1.0
+    )
+    return asked(server)
+
+
+def asked(server: Server) -> list[list[int]]:
+    blocks = [np.asarray(e.frames[0]).tolist() for e in server.outbox if isinstance(e.message, Recover)]
+    server.outbox.clear()
+    return blocks
+
+
+def test_what_messages_of_a_round_wait_for_is_asked_for_together() -> None:
+    server = replacement(rounds=True)
+    assert pull(server, 0, [0, 4]) == []
+    assert pull(server, 1, [2, 4, 5]) == []
+    server.end_round(1.0)
+    assert asked(server) == [[0, 1, 2], [2]]
+    server = replacement(rounds=False)
+    assert pull(server, 0, [0, 4]) == [[0, 2]]
+    assert pull(server, 1, [2, 4, 5]) == [[1], [2]]
+
+
+def test_requests_of_workers_throttle_recovery() -> None:
+    server = replacement(rounds=False)
+    share = server.plan.lanes.share
+    assert share == 1
+    server._throttle._share = 0.2
+    assert server._throttle.share(1.0) == 1
+    pull(server, 0, [0])
+    assert server._throttle.share(1.0) == 0.2
+    assert server._throttle.share(2.0) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.report.failures import lost_rows_path
 from holdfast.cluster.saving import resume
 from holdfast.cluster.server import process
-from holdfast.cluster.server.process import _Connect, _LostRows, _Opening
+from holdfast.cluster.server.process import _Connect, _LostRows, _Opening, _Pressure
 from holdfast.sim.cluster import counting_plan
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
 
@@ -144,3 +145,32 @@ def test_a_spare_is_prepared_once_for_every_optimizer(monkeypatch: pytest.Monkey
     assert {"sgd", "adagrad", "adam"} <= set(names)
     assert codes == ((2, 1), (2, 2))
     assert process._prepared
+
+
+class TestPressure:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """The time, and how long the process has run and waited for a processor."""
+        clock = SimpleNamespace(now=100.0, used=(5.0, 1.0))
+        monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+        monkeypatch.setattr(process, "_run_and_wait_seconds", lambda: clock.used)
+        return clock
+
+    def test_it_is_the_share_of_the_time_that_the_process_waited(self, clock: Any) -> None:
+        pressure = _Pressure()
+        clock.used = 5.3, 1.1
+        assert pressure() == pytest.approx(0.25)
+        clock.now, clock.used = 100.2, (6.0, 9.0)
+        assert pressure() == pytest.approx(0.25), "not yet measured again"
+        clock.now = 100.3
+        assert pressure() == pytest.approx(7.9 / 8.6)
+        clock.now = 101.0
+        assert pressure() == pytest.approx(7.9 / 8.6), "it has not run since"
+
+    def test_if_the_kernel_does_not_tell_processors_count_as_scarce(self, clock: Any) -> None:
+        clock.used = None
+        assert _Pressure()() == 1
+
+    def test_the_kernel_tells(self) -> None:
+        found = process._run_and_wait_seconds()
+        assert found is None or found[0] > 0

@@ -11,13 +11,14 @@ class Retry:
     """A timer that is due at once, and then ``seconds`` after each attempt.
 
     With a ``factor``, each wait is that many times as long as the previous one (exponential backoff), so as
-    not to overload a slow peer.
+    not to overload a slow peer, but at most ``longest`` seconds.
     """
 
     seconds: float
     factor: float = 1.0
     due: float = -math.inf
     """Time of the next attempt."""
+    longest: float = math.inf
     _wait: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -34,7 +35,7 @@ class Retry:
 
     def again(self, now: float) -> None:
         """Note another attempt, and back off."""
-        self._wait *= self.factor
+        self._wait = min(self._wait * self.factor, max(self.longest, self.seconds))
         self.due = now + self._wait
 
     def ease(self, now: float) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.coding.code import check_records
 from holdfast.coding.codes import code_for
 from holdfast.coding.placement import Placement
+from holdfast.kernels import coding as loops
 from holdfast.kernels.memory import aligned_zeros
 from holdfast.tables.first_values import first_records
 from holdfast.tables.plan import GroupPlan
@@ -39,8 +41,11 @@ class ParityShard:
         self.blocks = placement.blocks(plan.rows)
         self.records: Records = aligned_zeros(self.blocks * placement.r, plan.words)
         self._lacks: NDArray[np.bool_] | None = None
+        self.lacking = 0
+        """The number of parities that are not whole."""
         if seed is None:
-            self._lacks = np.ones((placement.k, len(self.records)), np.bool_)
+            self.lacking = len(self.records)
+            self._lacks = np.ones((placement.k, self.lacking), np.bool_) if self.lacking else None
         elif plan.initial == "uniform":
             self._encode_first(seed)
 
@@ -53,16 +58,6 @@ class ParityShard:
                     rows = self.placement.stripe_rows(self.server, t, m, blocks)
                     first = read_only(first_records(self.plan, seed, rows))
                     self.code.update(self.records, blocks * r + t, t, m, first)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all parities are known to be whole; faster than counting them."""
-        return self._lacks is None
-
-    @property
-    def lacking(self) -> int:
-        """The number of parities that are not whole."""
-        return 0 if self._lacks is None else int(self._lacks.any(0).sum())
 
     def whole(self, parity: int, blocks: Blocks) -> NDArray[np.bool_]:
         """Which of these parities are whole."""
@@ -80,6 +75,14 @@ class ParityShard:
         """Read these parities."""
         found: Records = self.records[self._places(parity, blocks)]
         return found
+
+    def add_to(self, sums: Records, parity: int, blocks: Blocks) -> None:
+        """Add these parities to sums of as many stripes."""
+        places = self._places(parity, blocks)
+        check_records(sums, self.records)
+        if sums.shape != (len(places), self.records.shape[1]) or not loops.within(places, len(self.records)):
+            raise ValueError(f"sums of shape {sums.shape} for {len(places)} parities")
+        loops.xor_from(sums, self.records, places)
 
     def put(self, parity: int, blocks: Blocks, records: Records) -> None:
         """Overwrite these parities."""
@@ -111,19 +114,19 @@ class ParityShard:
             places, values = places[outside], values[outside]
         self.code.update(self.records, places, parity, member, read_only(values))
         self._lacks[member, places] = False
+        self.lacking -= len(places) - int(np.any(self._lacks[:, places], axis=0).sum())
+        if not self.lacking:
+            self._lacks = None
 
     def forget(self, parity: int, blocks: Blocks) -> None:
         """Clear these parities: a member's value was lost, and it has got another."""
         places = self._places(parity, blocks)
         if self._lacks is None:
             self._lacks = np.zeros((self.placement.k, len(self.records)), np.bool_)
+        places = np.unique(places)
+        self.lacking += len(places) - int(np.any(self._lacks[:, places], axis=0).sum())
         self._lacks[:, places] = True
         self.records[places] = 0
-
-    def note_complete(self) -> None:
-        """Drop the record of which parity contains which member once all are whole."""
-        if self._lacks is not None and not self._lacks.any():
-            self._lacks = None
 
     def _places(self, parity: int, blocks: Blocks) -> NDArray[np.int64]:
         return blocks.astype(np.int64) * self.placement.r + parity

@@ -1,10 +1,11 @@
 """Recovery of rows at the replacement of a dead server, which starts without rows.
 
-Rows that are pulled or pushed are recovered first; a background scan recovers all others in chunks, with a
-share of the time. For each row it asks the stripe's first parity server for the parity without this member
-(``stripes``), which is the row. If another member is missing too, it asks as many parity servers as members
-are missing, and solves for them. A stripe with fewer than k records left is lost, and reported as lost:
-nothing is guessed. If the job should continue anyway, lost rows go back to their last saved values.
+Rows that are pulled or pushed are recovered first; a background scan recovers all others in chunks, from
+several parity servers at once, as fast as the throttle allows (``throttle``). For each row it asks the
+stripe's first parity server for the parity without this member (``stripes``), which is the row. If another
+member is missing too, it asks as many parity servers as members are missing, and solves for them. A stripe
+with fewer than k records left is lost, and reported as lost: nothing is guessed. If the job should continue
+anyway, lost rows go back to their last saved values.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ from holdfast.cluster.protocol.retry import Retry
 from holdfast.cluster.protocol.stripe_messages import Recover, Syndromes
 from holdfast.cluster.redundancy.parity import Records
 from holdfast.cluster.redundancy.replicator import Replicator
+from holdfast.cluster.redundancy.throttle import Throttle
 from holdfast.tables.shard import GroupShard
 
 _AGAIN_SECONDS = 0.5
 _HOPELESS_SECONDS = 0.5
 _MOST_ROUNDS = 3
 _MOST_SCANS = 2
+"""Chunks of the scan on their way to one parity server; half of them in a burst."""
+_MOST_ASKS = 64
+"""If so many requests are unanswered, the scan does not add to them."""
+_FIRST_SECONDS = 0.1
+"""The scan begins no chunk while rows that somebody waits for are on their way, for up to this long."""
 _MOST_NAMED = 5
 
 
@@ -48,6 +55,10 @@ class _Ask:
     wave: int
     """Number of a set of rows that a request waits for together; 0: rows of the scan."""
     began: float
+    burst: int = 0
+    """Of the throttle; 0: rows that it does not hold up."""
+    wanted: bool = False
+    """Whether a request waits for them."""
     retry: Retry = field(default_factory=lambda: Retry(_AGAIN_SECONDS))
     request: int = 0
     parities: tuple[int, ...] = ()
@@ -60,6 +71,16 @@ class _Ask:
     """When these parity servers were first asked."""
     slow: frozenset[int] = frozenset()
     """Parities whose servers did not answer in time: others are preferred."""
+
+
+@dataclass
+class _Cursor:
+    """How far the scan of one member has come."""
+
+    first: int = 0
+    """The place of the next block's first record."""
+    asks: int = 0
+    """Chunks that are on their way."""
 
 
 class SavedRecords(Protocol):
@@ -76,6 +97,7 @@ class Recovery:
         plan: the job's plan.
         shards: the server's shards, without rows.
         replicator: this server's replicator.
+        throttle: says when the scan may continue.
         on_rows: called when rows have been recovered.
         on_lost: called with rows of a group that are lost.
     """
@@ -85,6 +107,7 @@ class Recovery:
         plan: JobPlan,
         shards: Sequence[GroupShard],
         replicator: Replicator,
+        throttle: Throttle,
         on_rows: Callable[[], None],
         on_lost: Callable[[int, NDArray[np.int64]], None],
     ) -> None:
@@ -96,8 +119,7 @@ class Recovery:
         self.network_lost = False
         """Whether rows of the network are lost and in no version: only workers know its initial values."""
         self._lost: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
-        self.hurry = False
-        """Whether training is paused, so that recovery may use all of the time."""
+        self._throttle = throttle
         self._on_rows, self._on_lost = on_rows, on_lost
         self._plan = plan
         self._shards = shards
@@ -116,8 +138,10 @@ class Recovery:
         self._requests = self._waves = 0
         self._slow: set[Peer] = set()
         """Parity servers that did not answer in time: only the first request should wait for them."""
-        self._scan_at = 0.0
-        self._cursor: dict[tuple[int, int], int] = defaultdict(int)
+        self._cursors = {
+            (g, member): _Cursor() for g in self._missing for member in range(plan.placements[g].k)
+        }
+        self._wanted: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
 
     def leave_out(self, group: int) -> None:
         """Exclude a group that had no values yet: a worker will send them."""
@@ -152,14 +176,28 @@ class Recovery:
         )
 
     def want(self, group: int, places: NDArray[np.int64], now: float) -> None:
-        """Recover these records first: a request waits for them."""
-        k = self._plan.placements[group].k
-        wanted = np.unique(places[self.lacks(group, places) & ~self._asked[group][places]])
+        """Recover these records first: a request waits for them. They are asked for by ``ask``."""
+        asked = self._asked[group]
+        wanted = places[self.lacks(group, places) & ~asked[places]]
+        if len(wanted):
+            asked[wanted] = True
+            self._wanted[group].append(wanted)
+
+    def ask(self, now: float) -> None:
+        """Ask for all records that were wanted since the last call, each parity server once."""
+        if not self._wanted:
+            return
         self._waves += 1
-        for member in range(k):
-            mine = wanted[wanted % k == member]
-            if len(mine):
-                self._ask(self._new(group, member, mine // k, now, wave=self._waves), now)
+        for group, several in self._wanted.items():
+            k = self._plan.placements[group].k
+            wanted = np.unique(np.concatenate(several))
+            for member in range(k):
+                mine = wanted[wanted % k == member]
+                if len(mine):
+                    ask = self._new(group, member, mine // k, now, wave=self._waves)
+                    ask.wanted = True
+                    self._ask(ask, now)
+        self._wanted.clear()
 
     def receive(self, source: Peer, message: Syndromes, frames: Sequence[Frame], now: float) -> None:
         """Process a parity server's syndromes."""
@@ -210,20 +248,35 @@ class Recovery:
         self._scan(now)
 
     def _scan(self, now: float) -> None:
-        for group, missing in self._missing.items():
-            count = self._plan.lanes.chunk(self._plan.groups[group].words)
-            k = self._plan.placements[group].k
-            for member in range(k):
-                while self._cursor[group, member] < len(missing) // k:
-                    if now < self._scan_at or sum(not ask.wave for ask in self._asks.values()) >= _MOST_SCANS:
+        """Ask for the next chunks, members in turn: each has another parity server."""
+        if not self.left or len(self._asks) >= _MOST_ASKS:
+            return
+        if any(ask.wanted and now - ask.began < _FIRST_SECONDS for ask in self._asks.values()):
+            return
+        for asks in range(1, _MOST_SCANS + 1):
+            for (group, member), cursor in self._cursors.items():
+                while cursor.asks < asks and cursor.first < len(self._missing[group]):
+                    k = self._plan.placements[group].k
+                    if not self._throttle.allows(now, k * _MOST_SCANS // 2):
                         return
-                    first = self._cursor[group, member]
-                    self._cursor[group, member] += count
-                    blocks = np.arange(first, min(first + count, len(missing) // k))
-                    places = blocks * k + member
-                    blocks = blocks[missing[places] & ~self._asked[group][places]]
+                    blocks = self._next_missing(group, member, cursor)
                     if len(blocks):
-                        self._ask(self._new(group, member, blocks, now), now)
+                        cursor.asks += 1
+                        ask = self._new(group, member, blocks, now)
+                        ask.burst = self._throttle.begin(now)
+                        self._ask(ask, now)
+
+    def _next_missing(self, group: int, member: int, cursor: _Cursor) -> NDArray[np.int64]:
+        """The blocks of the next chunk that has any which is missing and not on its way; none at the end."""
+        missing, asked, k = self._missing[group], self._asked[group], self._plan.placements[group].k
+        count = self._plan.lanes.chunk(self._plan.groups[group].words)
+        while cursor.first < len(missing):
+            places = np.arange(cursor.first + member, min(cursor.first + count * k, len(missing)), k)
+            cursor.first += count * k
+            places = places[missing[places] & ~asked[places]]
+            if len(places):
+                return places // k
+        return np.empty(0, np.int64)
 
     def _new(self, group: int, member: int, blocks: NDArray[np.int64], now: float, *, wave: int = 0) -> _Ask:
         self._asked[group][blocks * self._plan.placements[group].k + member] = True
@@ -252,7 +305,6 @@ class Recovery:
         if not others:
             return False
         ask.slow |= set(late)
-        ask.began = now  # waiting uses no resources: the scan need not pause for it
         self._slow |= {peer for t in late if (peer := self._server_of(ask, t)) is not None}
         del self._asks[ask.request]
         self._ask(ask, now)
@@ -304,8 +356,7 @@ class Recovery:
             shard = self._shards[ask.group]
             self._replicator.forget(ask.group, ask.member, ask.blocks, now)
             places = ask.blocks * self._plan.placements[ask.group].k + ask.member
-            shard.records[places] = records[ask.group][places]
-            shard.mark(shard.rows_of(places))
+            shard.write(places, records[ask.group][places])
             self._missing[ask.group][places] = False
             self._left[ask.group] -= len(places)
             count += len(places) if ask.group < len(self._shards) - 1 else 0
@@ -338,9 +389,9 @@ class Recovery:
             parities = {-1 - m for m in what if m < 0}
             without = (*ask.without, *members)
             self._again(ask, np.flatnonzero(kinds == kind), without, ask.unusable | parities, now)
-        if not ask.wave:
-            share = 1.0 if self.hurry else self._plan.lanes.share
-            self._scan_at = now + (now - ask.began) * (1 / share - 1)
+        if ask.burst:
+            self._cursors[ask.group, ask.member].asks -= 1
+            self._throttle.end(ask.burst, now)
         if not ask.wave or all(other.wave != ask.wave for other in self._asks.values()):
             self._on_rows()
         self._scan(now)
@@ -357,9 +408,9 @@ class Recovery:
             blocks, wave = ask.blocks[at], ask.wave
             if not wave:  # the scan does not wait for its remaining rows
                 wave = self._waves = self._waves + 1
-            self._ask(
-                _Ask(ask.group, ask.member, blocks, without, unusable, wave, now, rounds=ask.rounds), now
-            )
+            again = _Ask(ask.group, ask.member, blocks, without, unusable, wave, now, rounds=ask.rounds)
+            again.wanted = ask.wanted
+            self._ask(again, now)
 
     @staticmethod
     def _agree(ask: _Ask) -> bool:

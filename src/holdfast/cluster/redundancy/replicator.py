@@ -215,11 +215,10 @@ class Replicator:
         blocks = as_array(frames[0], np.uint32, (message.rows,)).astype(np.int64)
         places = blocks * self.plan.placements[message.group].k + message.member
         absent = self._lacks(message.group, places)
-        here = shard.changes.told(places[~absent])
-        values = Values(
-            lane.next_number, self._flushed, message.job, message.member, len(here), int(absent.sum())
-        )
-        self._send(lane, values, (here, np.flatnonzero(absent).astype(np.uint32)), now)
+        lacked = np.flatnonzero(absent).astype(np.uint32)
+        here = shard.changes.told(places[~absent] if len(lacked) else places)
+        values = Values(lane.next_number, self._flushed, message.job, message.member, len(here), len(lacked))
+        self._send(lane, values, (here, lacked), now)
 
     def forget(self, group: int, member: int, blocks: NDArray[np.int64], now: float) -> None:
         """Tell parity servers that own lost records have new values, which their parities do not contain.
@@ -351,7 +350,9 @@ class Replicator:
     def _begin(self, entry: ServerInView, since: ViewNumber, now: float) -> None:
         peer = Peer("server", entry.slot, entry.incarnation)
         if entry.slot in self._parity_servers:
-            retry = Retry(self.plan.timing.retry_seconds, factor=2)
+            timing = self.plan.timing
+            # A message that is lost again and again must get through before the lane counts as stuck.
+            retry = Retry(timing.retry_seconds, factor=2, longest=timing.stuck_seconds / 4)
             self._out[entry.slot] = OutLane(self.me, peer, self.flushes, self.flushes, now, retry)
         if entry.slot in self._owners:
             # A server that started no later than the owner has seen all of its flushes.

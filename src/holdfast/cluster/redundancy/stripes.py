@@ -30,14 +30,20 @@ from holdfast.cluster.protocol.stripe_messages import (
     Values,
 )
 from holdfast.cluster.protocol.wire import Message
-from holdfast.cluster.redundancy.parity import Blocks, Records, read_only
+from holdfast.cluster.redundancy.parity import Blocks, ParityShard, Records, read_only
 from holdfast.cluster.redundancy.replicator import Replicator
+from holdfast.cluster.redundancy.throttle import Throttle
 
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024
 _FORGOTTEN_SECONDS = 5.0
 """A node that has not asked for this long has asked another parity server instead."""
 _VOTE_SECONDS = 10.0
+_LACKED_A_PAUSE = 32
+"""Owners that lack rows are asked again about this many chunks in each time of ``_READ_AGAIN_SECONDS``."""
+_MOST_REBUILDS = 2
+"""Chunks of one group's parities that are rebuilt at a time, or in a burst; half of them while rows are
+missing."""
 
 Purpose = Literal["recover", "vote", "rebuild", "scrub", "repair"]
 
@@ -65,6 +71,8 @@ class _Job:
     without: tuple[int, ...] = ()
     wanted: float = field(init=False)
     """When it was last requested."""
+    burst: int = 0
+    """Of the throttle."""
 
 
 @dataclass
@@ -80,15 +88,30 @@ class _Vote:
     waiting: set[int] = field(default_factory=set)
 
 
+@dataclass
+class _Pass:
+    """How far the rebuilding of one parity number of a group has come."""
+
+    first: int = 0
+    """The next block to look at."""
+    at: float = 0.0
+    """Not before this time."""
+    jobs: int = 0
+    """Sums under way."""
+    lacked: int = 0
+    """Sums in which an owner lacked rows."""
+
+
 class Stripes:
     """The state machine of sums. Incoming messages have been validated, as for ``Replicator``.
 
     Args:
         plan: the job's plan.
         replicator: this server's replicator; its creator passes the values and changes that it receives here.
+        throttle: says when the next parities may be rebuilt.
     """
 
-    def __init__(self, plan: JobPlan, replicator: Replicator) -> None:
+    def __init__(self, plan: JobPlan, replicator: Replicator, throttle: Throttle) -> None:
         self.rebuilt = 0
         """Lost parities rebuilt so far."""
         self.scrubbed = self.wrong = self.repaired = 0
@@ -98,8 +121,8 @@ class Stripes:
         self._parities = replicator.parities
         self._jobs: dict[int, _Job] = {}
         self._numbers = 0
-        self._rebuild_at = 0.0
-        self._cursor: dict[tuple[int, int], int] = {}
+        self._throttle = throttle
+        self._passes = {(g, t): _Pass() for g, p in self._parities.items() for t in range(p.placement.r)}
         self._scrub_at = 0.0
         self._scrub_cursor = 0
         self._votes: dict[int, _Vote] = {}
@@ -151,8 +174,9 @@ class Stripes:
         for at in job.lacking.values():
             good[at] = False
         chosen = np.flatnonzero(good)
-        syndromes = parity.get(job.parity, job.blocks[chosen])
-        syndromes ^= job.sums if len(chosen) == len(job.sums) else job.sums[chosen]
+        some = len(chosen) < len(job.sums)
+        syndromes = job.sums[chosen] if some else job.sums  # nobody else needs them any more
+        parity.add_to(syndromes, job.parity, job.blocks[chosen] if some else job.blocks)
         if job.purpose == "vote":
             agree = chosen[(syndromes == 0).all(1)]
             self._post(job.source, Agreed(job.request, job.parity, len(agree)), [agree.astype(np.uint32)])
@@ -172,27 +196,35 @@ class Stripes:
 
     # Rebuilding of parities
 
-    def rebuild(self, now: float) -> None:
-        """Rebuild the next incomplete parities, if it is time."""
-        if now < self._rebuild_at or all(parity.complete for parity in self._parities.values()):
-            return
-        if any(job.purpose == "rebuild" for job in self._jobs.values()):
-            return
-        for group, parity in self._parities.items():
-            count = self._plan.lanes.chunk(parity.plan.words)
-            for t in range(parity.placement.r if parity.lacking else 0):
-                first = self._cursor.get((group, t), 0)
-                while first < parity.blocks:
-                    blocks = parity.incomplete(t, first, count)
-                    first += count
-                    if len(blocks):
-                        self._cursor[group, t] = first
-                        members = {
-                            m for m in range(parity.placement.k) if not parity.contains(t, m, blocks).all()
-                        }
-                        self._look_at(self._begin("rebuild", group, t, blocks, members, now), now)
-                        return
-                self._cursor[group, t] = 0  # start over: some owners may have lacked their rows
+    def rebuild(self, now: float, *, beside: bool = False) -> None:
+        """Rebuild the next incomplete parities, if it is time; ``beside`` rows that are missing, fewer."""
+        most = _MOST_REBUILDS // 2 if beside else _MOST_REBUILDS
+        for (group, t), turn in self._passes.items():
+            parity = self._parities[group]
+            while parity.lacking and now >= turn.at and turn.jobs < most:
+                if not self._throttle.allows(now, most):
+                    return
+                blocks = self._next_incomplete(parity, t, turn)
+                if not len(blocks):
+                    if not turn.jobs:  # start over: some owners may have lacked their rows
+                        turn.at = now + _READ_AGAIN_SECONDS * max(1.0, turn.lacked / _LACKED_A_PAUSE)
+                        turn.first = turn.lacked = 0
+                    break
+                members = {m for m in range(parity.placement.k) if not parity.contains(t, m, blocks).all()}
+                turn.jobs += 1
+                job = self._begin("rebuild", group, t, blocks, members, now)
+                job.burst = self._throttle.begin(now)
+                self._look_at(job, now)
+
+    def _next_incomplete(self, parity: ParityShard, t: int, turn: _Pass) -> NDArray[np.int64]:
+        """The blocks of the next chunk that has any whose parity is not whole; none at the end."""
+        count = self._plan.lanes.chunk(parity.plan.words)
+        while turn.first < parity.blocks:
+            blocks = parity.incomplete(t, turn.first, count)
+            turn.first += count
+            if len(blocks):
+                return blocks
+        return np.empty(0, np.int64)
 
     def lacking(self) -> int:
         """The number of incomplete parities."""
@@ -289,13 +321,19 @@ class Stripes:
             raise ValueError(f"values of {message.rows} records: expected {len(job.blocks)}")
         records = as_array(frames[0], np.uint32, (message.rows, parity.plan.words))
         absent = as_array(frames[1], np.uint32, (message.absent,)).astype(np.int64)
-        here = np.ones(len(job.blocks), np.bool_)
-        here[absent] = False
-        present = np.flatnonzero(here)
-        if job.purpose == "rebuild":
-            parity.add(job.parity, message.member, job.blocks[present], records)
+        if not len(absent):
+            if job.purpose == "rebuild":
+                parity.add(job.parity, message.member, job.blocks, records)
+            else:
+                parity.code.add(job.sums, job.parity, message.member, records)
         else:
-            parity.code.update(job.sums, present, job.parity, message.member, records)
+            here = np.ones(len(job.blocks), np.bool_)
+            here[absent] = False
+            present = np.flatnonzero(here)
+            if job.purpose == "rebuild":
+                parity.add(job.parity, message.member, job.blocks[present], records)
+            else:
+                parity.code.update(job.sums, present, job.parity, message.member, records)
         job.waiting.remove(message.member)
         job.summed.add(message.member)
         if len(absent):
@@ -366,13 +404,11 @@ class Stripes:
         elif job.purpose == "repair":
             self._repair(job)
         else:
-            parity = self._parities[job.group]
-            self.rebuilt += int(parity.whole(job.parity, job.blocks).sum())
-            parity.note_complete()
-            share = self._plan.lanes.share
-            self._rebuild_at = now + (now - job.began) * (1 / share - 1)
-            if job.lacking:
-                self._rebuild_at = max(self._rebuild_at, now + _READ_AGAIN_SECONDS)
+            self.rebuilt += int(self._parities[job.group].whole(job.parity, job.blocks).sum())
+            turn = self._passes[job.group, job.parity]
+            turn.jobs -= 1
+            turn.lacked += bool(job.lacking)
+            self._throttle.end(job.burst, now)
 
     def _read(self, job: _Job, now: float, *, again: bool) -> None:
         parity = self._parities[job.group]

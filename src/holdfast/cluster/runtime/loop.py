@@ -59,8 +59,10 @@ def run_node(
     transport: ZmqTransport,
     until: Callable[[], bool],
     prepare: Callable[[], None] = lambda: None,
+    end_round: Callable[[float], None] | None = None,
 ) -> None:
-    """Run a machine until the condition holds; ``prepare`` is called before anything is sent."""
+    """Run a machine until the condition holds. ``prepare`` is called before anything is sent, ``end_round``
+    when all messages that have arrived were received."""
     # Exclude modules and compiled code from garbage collection, which took a tenth of a server's time.
     gc.freeze()
     next_tick = 0.0
@@ -71,9 +73,13 @@ def run_node(
             node.tick(now)
             prepare()
             send_outbox(node, transport)
-        for envelope in transport.poll(max(0.0, next_tick - time.monotonic())):
+        arrived = transport.poll(max(0.0, next_tick - time.monotonic()))
+        for envelope in arrived:
             node.receive(envelope, time.monotonic())
             prepare()
+            send_outbox(node, transport)
+        if arrived and end_round is not None:
+            end_round(time.monotonic())
             send_outbox(node, transport)
 
 

@@ -55,6 +55,7 @@ from holdfast.cluster.redundancy.parity import Blocks, Records
 from holdfast.cluster.redundancy.recover import Recovery, SavedRecords
 from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.cluster.redundancy.stripes import Stripes
+from holdfast.cluster.redundancy.throttle import Throttle
 from holdfast.cluster.server.deferred import Waiting
 from holdfast.cluster.server.durability import KeptPushes
 from holdfast.cluster.server.initial_values import Contents, Installing
@@ -113,6 +114,9 @@ class Server:
             ``open`` or ``fail`` is called.
         counters: those of its transport.
         measure: returns the process's memory in bytes and its processor time in seconds.
+        pressure: returns how scarce processors are (see ``Throttle``).
+        rounds: whether the caller receives several messages before it calls ``end_round``, in which rows that
+            they wait for are asked for together; otherwise every message is a round.
         witness: compares recovered rows with the lost ones; None: no comparison.
         on_lost: called with rows of a group that cannot be recovered.
 
@@ -131,6 +135,8 @@ class Server:
         opens: bool = False,
         counters: Counters | None = None,
         measure: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+        pressure: Callable[[], float] = lambda: 1.0,
+        rounds: bool = False,
         witness: Witness | None = None,
         on_lost: Callable[[int, NDArray[np.int64]], None] = lambda group, rows: None,
     ) -> None:
@@ -160,14 +166,18 @@ class Server:
         self._waiting = Waiting()
         self.routes = Routes(me, plan, self._started_servers)
         self._changed = False
+        self._rounds = rounds
+        self._throttle = Throttle(plan.lanes.share, pressure)
         self.replicator: Replicator | None = None
         self.stripes: Stripes | None = None
         self.recovery: Recovery | None = None
         if plan.r:
             self.replicator = self._make_replicator(fresh=fresh and not replaces)
-            self.stripes = Stripes(plan, self.replicator)
+            self.stripes = Stripes(plan, self.replicator, self._throttle)
             if replaces:
-                self.recovery = Recovery(plan, self.shards, self.replicator, self._serve_waiting, on_lost)
+                self.recovery = Recovery(
+                    plan, self.shards, self.replicator, self._throttle, self._serve_waiting, on_lost
+                )
         self._kept = KeptPushes(me, plan, self._ledger, self.replicator, self.outbox)
         self._installing = Installing(me, plan, self.shards, self.outbox, self.routes.doubt)
         self.contents: Contents | None = None
@@ -221,6 +231,20 @@ class Server:
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Process one message."""
+        if isinstance(envelope.message, Pull | Push):
+            self._throttle.note_request(now)
+        self._receive(envelope, now)
+        if not self._rounds:
+            self.end_round(now)
+
+    def end_round(self, now: float) -> None:
+        """Ask for the rows that messages since the last call wait for."""
+        if self.recovery is not None:
+            self.recovery.ask(now)
+            if self.outbox:
+                self.routes.divert(self.outbox, now)
+
+    def _receive(self, envelope: Envelope, now: float) -> None:
         self._now = now
         if not self.admission.admits(envelope):
             return
@@ -244,7 +268,7 @@ class Server:
                 self.beat(now)
             if self.started.epoch:
                 for each in self._waiting.at_start():
-                    self.receive(each, now)
+                    self._receive(each, now)
         elif answer is not None and envelope.source.role != "server":
             self.outbox.append(Envelope(self.me, envelope.source, answer, frames))
         if self.outbox:
@@ -271,8 +295,8 @@ class Server:
             self.stripes.tick(now)
             if self.recovery is not None:
                 self._recover(self.recovery, now)
+            self._rebuild(self.stripes, now)
             if self.recovery is None or not self.recovery.left:
-                self.stripes.rebuild(now)
                 self.stripes.scrub(now)
             self._kept.tell(self.view, now)
         if self.started.epoch:
@@ -287,6 +311,7 @@ class Server:
     def _recover(self, recovery: Recovery, now: float) -> None:
         try:
             recovery.tick(now)
+            recovery.ask(now)
         except HoldfastError as error:  # the saved rows cannot be read
             self.fail(message_of(error))
 
@@ -316,12 +341,14 @@ class Server:
         recovery = self.recovery
         left = recovery is not None and recovery.left > 0
         lost = recovery is not None and (recovery.lost(), recovery.network_lost)
+        lacking = self.stripes is not None and self.stripes.lacking() > 0
         contents = self.contents
         updates = (contents.lost, contents.is_behind, contents.ahead) if contents is not None else None
         return (
             self._restoring,
             self._saved(),
             left,
+            lacking,
             lost,
             updates,
             self._installing.groups,
@@ -442,8 +469,10 @@ class Server:
         elif isinstance(message, Syndromes) and self.recovery is not None:
             self.recovery.receive(source, message, frames, self._now)
         stripes.finish(self._now)
-        if self.recovery is None or not self.recovery.left:  # rows come first: workers wait for them
-            stripes.rebuild(self._now)
+        self._rebuild(stripes, self._now)
+
+    def _rebuild(self, stripes: Stripes, now: float) -> None:
+        stripes.rebuild(now, beside=self.recovery is not None and self.recovery.left > 0)
 
     def _adopt(self, view: View) -> None:
         if view.number <= self.view.number:
@@ -460,8 +489,7 @@ class Server:
         self._install_copy()
         if self.replicator is not None and self.started.epoch:
             self.replicator.adopt(view, mine, self._now)
-        if self.recovery is not None:
-            self.recovery.hurry = view.phase != "running"
+        self._throttle.hurry = view.phase != "running"
         if self.saver is None or not self.started.epoch:
             return
         self.saver.confirm(view.committed, view.tidied)  # first: a new cut includes rows of failed saves
@@ -513,7 +541,9 @@ class Server:
     def _serve_waiting(self) -> None:
         """Process deferred messages, as rows have been recovered."""
         for envelope in self._waiting.at_rows():
-            self.receive(envelope, self._now)
+            self._receive(envelope, self._now)
+        if self.recovery is not None and not self.recovery.left:
+            self.beat(self._now)
 
     def _with_kept(self, answer: Pushed | Refused | None, source: Peer) -> Pushed | Refused | None:
         self._note_changes(source.slot)
@@ -562,7 +592,7 @@ class Server:
 
     def _serve_ahead(self, source: Peer) -> None:
         for envelope in self._waiting.at_push(source):
-            self.receive(envelope, self._now)
+            self._receive(envelope, self._now)
 
     def _with_rows(
         self, answer: Pushed | Refused | None, source: Peer, updates: Sequence[Update], group: int

@@ -4,6 +4,7 @@ training waits for a replacement to start."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 import traceback
@@ -32,11 +33,15 @@ from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TableP
 from holdfast.tables.shard import GroupShard
 
 _prepared = False
+_PRESSURE_SECONDS = 0.25
+_KEPT_BYTES = 64 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 
 def run(assignment: Assignment) -> None:
     """Run a server until the job ends."""
     plan = assignment.plan
+    _keep_freed_memory()
     with contextlib.nullcontext() if _prepared else in_turn():  # a spare is needed at once
         _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
     with open_transport(assignment) as transport:
@@ -48,6 +53,8 @@ def run(assignment: Assignment) -> None:
             fresh=fresh,
             counters=transport.counters,
             measure=lambda: (memory_bytes(), time.process_time()),
+            pressure=_Pressure(),
+            rounds=True,
             witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
             on_lost=_LostRows(assignment),
             opens=plan.saving is not None,
@@ -60,7 +67,46 @@ def run(assignment: Assignment) -> None:
             if opening is not None:
                 opening.hand_over()
 
-        run_node(server, transport, until=lambda: server.over, prepare=prepare)
+        run_node(server, transport, until=lambda: server.over, prepare=prepare, end_round=server.end_round)
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep some freed memory: messages of megabytes come and go, and pages that are new to the
+    process cost more than what is done with them."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 4)
+
+
+class _Pressure:
+    """For which share of the time in which this process could run it waited for a processor; 1 if the kernel
+    does not tell. Measured anew every quarter of a second."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._ran, self._waited = _run_and_wait_seconds() or (0.0, 0.0)
+        self._share = 1.0
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        if now >= self._at + _PRESSURE_SECONDS:
+            self._at = now
+            found = _run_and_wait_seconds()
+            if found is not None and found != (self._ran, self._waited):
+                ran, waited = found[0] - self._ran, found[1] - self._waited
+                self._share = waited / (ran + waited)
+                self._ran, self._waited = found
+        return self._share
+
+
+def _run_and_wait_seconds() -> tuple[float, float] | None:
+    """How long this process has run, and waited for a processor; None if the kernel does not tell."""
+    try:
+        ran, waited, _ = Path("/proc/self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(ran) / 1e9, int(waited) / 1e9
 
 
 class _LostRows:
@@ -174,6 +220,7 @@ def _warm_up(groups: Iterable[GroupPlan], *codes: tuple[int, int]) -> None:
         shard.write(places, shard.records.copy())
         shard.write(np.arange(3), shard.records.copy())  # as in recovery
         shard.changes.keep(places)
+        shard.changes.told(np.arange(3))
         ((_, blocks, differences),) = shard.changes.take()
         for k, r in codes:
             _warm_up_code(small, Placement(k + r, k, r), blocks, differences.tobytes())
@@ -186,6 +233,9 @@ def _warm_up_code(group: GroupPlan, placement: Placement, blocks: Blocks, differ
     records = as_array(differences, np.uint32, (3, group.words))
     for t in range(placement.r):
         parity.change(t, 0, blocks, records)
+        sums = parity.get(t, blocks)
+        parity.code.add(sums, t, placement.k - 1, records)
+        parity.add_to(sums, t, blocks)
         lost = tuple(range(min(t + 1, placement.k)))
         parity.code.solve(lost, {at: parity.get(at, blocks) for at in range(len(lost))})
     empty = ParityShard(few, placement, 0, None)
