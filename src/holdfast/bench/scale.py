@@ -42,13 +42,13 @@ def run(report: Report) -> None:
         measure_restore(report, versions=(5, 20), rows=20_000, touched=100, rounds=1)
         measure_servers(report, gigabytes=(0.02,), kills=1, folder=None)
     else:
-        measure_baseline(report, gigabytes=(1, 3, 6, 12), rounds=3, folder=None)
+        measure_baseline(report, gigabytes=(1, 4, 12), rounds=3, folder=None)
         report.save()
         measure_history(report)
         report.save()
         measure_restore(report)
         report.save()
-        measure_servers(report, gigabytes=(0.3, 1, 3), kills=3, folder=None)
+        measure_servers(report, gigabytes=(0.3, 1, 3), kills=2, folder=None)
     if report.json_path is not None:
         draw(report, report.json_path.with_suffix(".png"))
 

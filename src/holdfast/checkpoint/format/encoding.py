@@ -94,18 +94,17 @@ class Encoder:
         return any(group.is_coded for group in self.stored)
 
     def blocks_ahead(
-        self, rows: Sequence[RowSource], share: float, stopped: Callable[[], bool] = lambda: False
+        self, rows: Sequence[RowSource], throttle: Throttle | None = None
     ) -> Generator[tuple[int, Rows], None, None]:
         """What ``blocks`` gives, encoded by a thread of its own if there is something to encode.
 
-        ``share`` is how much of a processor's time encoding and writing may take; nothing rests while
-        ``stopped`` says so. Close it when you need no more of it: that ends the thread.
+        ``throttle`` limits the thread that encodes and the one that takes blocks and writes them. Close it
+        when you need no more of it: that ends the thread.
         """
         blocks = self.blocks(rows)
-        throttle = Throttle(share, stopped)  # of two threads, if one encodes and one writes
         if not self.is_coded:
-            return blocks if share == 1 else throttle.after_each(blocks)
-        if share == 1:
+            return blocks if throttle is None else throttle.after_each(blocks)
+        if throttle is None:
             return computed_ahead(blocks, _BLOCKS_AHEAD)
         return throttle.after_each(computed_ahead(throttle.after_each(blocks), _BLOCKS_AHEAD))
 

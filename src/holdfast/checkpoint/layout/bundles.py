@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
@@ -51,6 +51,8 @@ class ShardChange:
 
 class Puts(Protocol):
     """Where files are written to: a ``Store``, or something in front of one."""
+
+    pause: Callable[[], None] | None
 
     def put(self, name: str, parts: Sequence[Any], /) -> int:
         """See ``Store.put``."""

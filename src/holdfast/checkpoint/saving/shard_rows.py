@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
+from holdfast.checkpoint.background import Throttle
 from holdfast.checkpoint.format.encoding import Encoder
 from holdfast.checkpoint.format.records import RowIds, RowSource
 from holdfast.checkpoint.layout.bundles import Puts, ShardChange
@@ -101,7 +102,19 @@ def write_rows(
     file_bytes: int | None = None,
 ) -> ShardChange:
     """Encode rows (of each group) and write them as a version's files; raises what ``wanted`` raises."""
-    with closing(encoder.blocks_ahead(rows, share_of(policy, baseline=baseline), wanted.hurries)) as blocks:
+    share = share_of(policy, baseline=baseline)
+    throttle = Throttle(share, wanted.hurries) if share < 1 else None
+    with closing(encoder.blocks_ahead(rows, throttle)) as blocks, _pausing(store, throttle):
         return shard.write(
             store, version, blocks, baseline=baseline, check=wanted.check, file_bytes=file_bytes
         )
+
+
+@contextmanager
+def _pausing(store: Puts, throttle: Throttle | None) -> Iterator[None]:
+    """Let the store pause within a file: writing one at a time would delay a training step noticeably."""
+    store.pause = None if throttle is None else throttle.pause
+    try:
+        yield
+    finally:
+        store.pause = None

@@ -155,6 +155,15 @@ class _MakesRoom:
     def __init__(self, store: Puts, make_room: Callable[[], bool]) -> None:
         self._store, self._make_room = store, make_room
 
+    @property
+    def pause(self) -> Callable[[], None] | None:
+        """See ``Store.pause``."""
+        return self._store.pause
+
+    @pause.setter
+    def pause(self, pause: Callable[[], None] | None) -> None:
+        self._store.pause = pause
+
     def put(self, name: str, parts: Sequence[Any]) -> int:
         """Write a file; see ``Store.put``."""
         try:

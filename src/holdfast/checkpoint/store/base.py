@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -252,12 +252,15 @@ class Store(ABC):
         keeps_open_files: whether an open object can be read on after it was deleted.
         publishes_exclusively: whether of several writers that publish one name only one succeeds.
         may_publish_late: whether an object may appear some time after its `publish` has failed.
+        pause: called between two parts of a large put by the thread that puts, if not None: it may sleep, so
+            that others get the processor. Only one thread may put meanwhile.
     """
 
     url: str
     keeps_open_files: bool = False
     publishes_exclusively: bool = True
     may_publish_late: bool = True
+    pause: Callable[[], None] | None = None
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Buffer]) -> int:
