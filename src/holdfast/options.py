@@ -212,8 +212,8 @@ class Policy(Struct, frozen=True):
         quantize_state: store per-row optimizer state in 16 bits (bfloat16: error at most 0.4 %) or 8 bits
             (logarithmic steps: error at most 4.4 %, for momentum 9 %). None stores it unchanged.
         background_share: maximum share of one processor for quantizing, for writing quantized rows, and for
-            writing baselines, during training. By default a baseline takes at most a tenth of all processors,
-            and other versions as much as they need. If somebody waits for a version, it does not apply.
+            writing baselines, during training. By default a baseline takes at most a fortieth of all
+            processors, and other versions as much as they need. Does not apply if somebody waits for it.
         prioritize: save the most important rows first, for partial recovery (CPR): "mfu", those looked up
             most often since they were saved; "ssu", those seen in a sample of the batches; "scar", those
             that changed most. ``step()`` then saves a ``fraction`` of the rows of the largest tables after

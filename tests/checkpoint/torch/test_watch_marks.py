@@ -37,7 +37,7 @@ class Told:
         self.marked: set[int] = set()
         self.suspects: set[str] = set()
 
-    def mark(self, name: str, ids: NDArray[np.int64], counts: bool = True, late: str | None = None) -> None:
+    def mark(self, name: str, ids: NDArray[np.int64], counts: bool = True, **_: Any) -> None:
         self.calls.append(("looked up" if counts else "changed", sorted(ids.tolist())))
         self.marked |= set(ids.tolist())
 

@@ -96,6 +96,8 @@ class Tracker:
         self._changed = [RowSet(group.rows) for group in groups]
         self.snapshot: CopyOnWrite | None = None
         """The snapshot that must hear of rows before they change."""
+        self._marked_before: set[str] = set()
+        """Tables of which marked rows have not been announced to the snapshot."""
         self._priorities = dict(priorities or {})
         self._spaces = [np.empty(1024, np.int64) for _ in groups]
         self._taken: list[RowIds] | None = None
@@ -111,17 +113,27 @@ class Tracker:
         return self._places.keys()
 
     def mark(
-        self, table: str, ids: NDArray[np.int64], *, counts: bool = True, late: str | None = None
+        self,
+        table: str,
+        ids: NDArray[np.int64],
+        *,
+        counts: bool = True,
+        late: str | None = None,
+        again: bool = False,
     ) -> None:
         """These rows of a table are about to change; or have changed, for the reason ``late``.
 
-        Priorities go by how often that is said, unless it ``counts`` not.
+        Priorities go by how often that is said, unless it ``counts`` not. ``again``: those that really change
+        will be named again before they do.
         """
         group, place = self._places[table]
-        if self.snapshot is not None:
+        if again:
+            self._marked_before.add(table)
+        elif self.snapshot is not None:
             if late is None:
                 self.snapshot.about_to_change(table, ids)
-            elif not self._are_marked(group, place, ids):  # else they were announced before
+            elif table in self._marked_before or not self._are_marked(group, place, ids):
+                # Otherwise they were announced when they were marked.
                 self.snapshot.changed_unannounced(table, late)
         with self._lock:
             self._changed[group].add(ids, place.first, place.rows)

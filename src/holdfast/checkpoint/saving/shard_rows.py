@@ -17,8 +17,9 @@ from holdfast.checkpoint.memory.tracker import RowSet
 from holdfast.errors import SaveVoid
 from holdfast.options import Differential, Policy
 
-BASELINE_SHARE = 0.1
-"""Of all processors, for writing a baseline during training."""
+BASELINE_SHARE = 0.025
+"""Of all processors, for writing a baseline during training. PyTorch's threads wait for each other, and share
+caches with the thread that writes: training loses several times as much."""
 
 
 class SaveCancelled(Exception):

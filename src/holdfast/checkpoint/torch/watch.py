@@ -460,7 +460,8 @@ class _Marker(_Hook):
         except (AttributeError, RuntimeError, TypeError):
             return  # no plain tensor of ids: what it changes shows in the gradients
         name = watched.table.name
-        watch.tracker().mark(name, ids)
+        # Sparse gradients name their rows before a step changes them.
+        watch.tracker().mark(name, ids, again=watched.sparse)
         if module.max_norm is not None and self._plain:
             watched.version = watch.version_of(watched.table)
         if not module.sparse:
