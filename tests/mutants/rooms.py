@@ -145,7 +145,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint/saving/publisher.py": (_SAVING + "test_publisher.py",),
     "checkpoint/saving/schedule.py": (_SAVING + "test_schedule.py",),
-    "checkpoint/saving/shard_rows.py": (_SAVING + "test_shard_rows.py",),
+    "checkpoint/memory/copy_on_write.py": ("checkpoint/memory/test_copy_on_write.py",),
+    "checkpoint/saving/row_copies.py": (_SAVING + "test_row_copies.py",),
+    "checkpoint/saving/shard_rows.py": (_SAVING + "test_shard_rows.py", _SAVING + "test_row_copies.py"),
     "cluster/redundancy/": (
         _REDUNDANCY + "test_lanes.py",
         _REDUNDANCY + "test_parity.py",
