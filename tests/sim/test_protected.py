@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.plan import LaneOptions, Resume
-from holdfast.cluster.protocol.stripe_messages import Differences
+from holdfast.cluster.protocol.stripe_messages import Differences, LaneMessage
 from holdfast.cluster.redundancy import lanes, parity
+from holdfast.cluster.redundancy.lanes import OutLane
 from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.cluster.redundancy.stripes import Stripes
 from holdfast.cluster.runtime.transport.memory import Weather
@@ -292,7 +294,19 @@ def the_dead_are_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(members.ServerMember, "whole", True)
 
 
+def memory_is_used_again_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Owners do not wait until what is in a lane has been acknowledged."""
+    send = OutLane.send
+
+    def forget(lane: OutLane, message: LaneMessage, frames: Sequence[Frame], now: float) -> Envelope:
+        send(lane, message, [np.array(frame) for frame in frames], now)
+        return Envelope(lane.source, lane.target, message, frames)
+
+    patch.setattr(OutLane, "send", forget)
+
+
 GUARDS = {
+    memory_is_used_again_too_early: 3,
     nothing_is_undone: 43,
     the_most_counts: 25,
     kept_at_once: 18,

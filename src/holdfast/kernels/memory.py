@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+Bytes = NDArray[np.uint8]
+
 LINE = 64  # bytes of a cache line
 _LINE_WORDS = LINE // 4
+
+
+def new_bytes(size: int) -> Bytes:
+    """Uninitialized memory of this process alone."""
+    return np.empty(size, np.uint8)
 
 
 def aligned_empty(size: int) -> NDArray[np.uint8]:

@@ -432,7 +432,7 @@ def _row_of(place, ring, servers, k, r, groups):
 
 @compiled
 def gather_weights(records, places, out):
-    """Copy the first words of each record to ``out``, float32 [places, dim]."""
+    """Copy the first words of each record, or all, to ``out``, float32 [places, words]."""
     floats = records.view(np.float32)
     dim = out.shape[1]
     row_bytes, some = records.shape[1] * 4, dim // COUNT * COUNT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdfast.kernels import update
 from holdfast.kernels.copies import lay_over
-from holdfast.kernels.memory import LINE, aligned_part
+from holdfast.kernels.memory import LINE, Bytes, aligned_part, new_bytes
 
 Records = NDArray[np.uint32]
 _Arrays = tuple[NDArray[np.uint64], NDArray[np.uint32], Records, NDArray[np.int64]]
@@ -40,15 +41,19 @@ class Changes:
         records: the records of a group at a server.
         k: data records of a stripe.
         keep: False for a group whose changes nobody wants to know: nothing is copied then.
+        allocate: returns so many bytes of memory, uninitialized, as an array of its own.
     """
 
-    def __init__(self, records: Records, k: int, *, keep: bool) -> None:
+    def __init__(
+        self, records: Records, k: int, *, keep: bool, allocate: Callable[[int], Bytes] = new_bytes
+    ) -> None:
+        self._allocate = allocate
         self._records = records
         self._k = k
         self._copied = np.zeros(-(-len(records) // 64) if keep else 0, np.uint64)
         self._counts = np.zeros(k, np.int64)
         self._blocks_of_all = -(-len(records) // k)
-        self._spaces: list[NDArray[np.uint8]] = []
+        self._spaces: list[Bytes] = []
         self._room = 0
         self._taken = False
         self._blocks, self._copies = self._space(0)
@@ -79,7 +84,9 @@ class Changes:
 
     def told(self, places: NDArray[np.int64]) -> Records:
         """Records, by ascending places, as they were when ``take`` was last called."""
-        found: Records = self._records[places]
+        words = self._records.shape[1]
+        found: Records = self._allocate(len(places) * words * 4).view(np.uint32).reshape(-1, words)
+        update.gather_weights(self._records, places, found.view(np.float32))
         if any(self._counts.tolist()):
             lay_over(self._copied, self._blocks, self._copies, self._counts, places, found)
         return found
@@ -112,7 +119,7 @@ class Changes:
                 space = self._spaces[i]
                 break
         else:
-            space = np.empty(size + LINE, np.uint8)
+            space = self._allocate(size + LINE)
             self._spaces = [space, *self._spaces][:_MOST_SPACES]
         part = aligned_part(space, size).view(np.uint32)
         copies = part[: count * words].reshape(self._k, room, words)

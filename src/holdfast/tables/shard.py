@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdfast.kernels import ids as id_loops
 from holdfast.kernels import update
-from holdfast.kernels.memory import aligned_zeros
+from holdfast.kernels.memory import Bytes, aligned_zeros, new_bytes
 from holdfast.tables.changes import Changes
 from holdfast.tables.first_values import drawing
 from holdfast.tables.optimizers import updater
@@ -40,6 +40,7 @@ class GroupShard:
         seed: of first values.
         keep_changes: whether ``changes`` is to know what others must be told.
         empty: whether to leave out first values, of a shard whose records come from elsewhere.
+        allocate: where copies and differences of records lie (see ``Changes``).
     """
 
     plan: GroupPlan
@@ -65,6 +66,7 @@ class GroupShard:
         *,
         keep_changes: bool = False,
         empty: bool = False,
+        allocate: Callable[[int], Bytes] = new_bytes,
     ) -> None:
         if not 0 <= server < placement.servers:
             raise ValueError(f"server {server}: expected 0 to {placement.servers - 1}")
@@ -79,7 +81,7 @@ class GroupShard:
             )
         self.records = self.space(count, plan.words)
         self.marks = np.zeros(-(-count // 64), np.uint64)
-        self.changes = Changes(self.records, placement.k, keep=keep_changes)
+        self.changes = Changes(self.records, placement.k, keep=keep_changes, allocate=allocate)
         self._seen = np.zeros_like(self.marks)
         self._layout = (server, placement.servers, placement.k, placement.r, placement.groups)
         self._update = updater(plan.optimizer)

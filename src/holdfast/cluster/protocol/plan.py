@@ -39,7 +39,7 @@ CHUNK_BYTES = 2 << 20
 class LaneOptions(Struct, frozen=True, kw_only=True):
     """Options of lanes to parity servers, and of recovery."""
 
-    pushes: int = 32
+    pushes: int = 64
     """A server flushes its changes to parity servers after this many pushes, of any workers, …"""
     seconds: float = 4.0
     """… or after this long, …"""
@@ -48,7 +48,7 @@ class LaneOptions(Struct, frozen=True, kw_only=True):
     most_bytes: int = 32 << 20
     """… or when changes have this many bytes. A larger flush is split into several messages: the transport
     accepts at most 256 MB."""
-    window: int = 32
+    window: int = 64
     """How many pushes of a worker may wait for a flush; half of them trigger one."""
     chunk_rows: int | None = None
     """Rows recovered at a time in the background; None: see ``chunk``."""

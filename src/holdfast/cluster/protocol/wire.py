@@ -129,6 +129,9 @@ class Header(Struct, frozen=True, array_like=True):
     message: Message
     sizes: tuple[int, ...] = ()
     """Size of each array in bytes."""
+    places: tuple[int, ...] = ()
+    """Where each array is in the memory that the sender shares; -1: in the next frame. Empty: all are in
+    frames."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,6 +15,7 @@ from holdfast.cluster.protocol.messages import View
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.address import address_of
 from holdfast.cluster.runtime.transport.links import Links
+from holdfast.cluster.runtime.transport.shared import Arena
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.errors import ConfigError
 
@@ -26,14 +27,16 @@ LINKS_FILE = "links"
 
 
 @contextlib.contextmanager
-def open_transport(assignment: Assignment, *, listens: bool = True) -> Iterator[ZmqTransport]:
+def open_transport(
+    assignment: Assignment, *, listens: bool = True, arena: Arena | None = None
+) -> Iterator[ZmqTransport]:
     """Open a node's sockets, and connect it to the supervisor unless it is the supervisor."""
     me = assignment.me
     bind = address_of(assignment.bind, me) if listens else None
     if me.role == "supervisor" and assignment.supervisor:
         bind = assignment.supervisor
     links = broken_links(assignment)
-    with ZmqTransport(me, assignment.plan.job, bind, assignment.keys, links=links) as transport:
+    with ZmqTransport(me, assignment.plan.job, bind, assignment.keys, links=links, arena=arena) as transport:
         if me.role != "supervisor":
             transport.connect("supervisor", 0, assignment.supervisor)
         yield transport

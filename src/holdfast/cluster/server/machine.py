@@ -62,6 +62,7 @@ from holdfast.cluster.server.initial_values import Contents, Installing
 from holdfast.cluster.server.ledger import PushLedger
 from holdfast.cluster.server.requests import Update, pulled_rows, pushed_rows, shard_of
 from holdfast.errors import HoldfastError, message_of
+from holdfast.kernels.memory import Bytes, new_bytes
 from holdfast.tables.shard import GroupShard, digest
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Server:
         rounds: whether the caller receives several messages before it calls ``end_round``, in which rows that
             they wait for are asked for together; otherwise every message is a round.
         witness: compares recovered rows with the lost ones; None: no comparison.
+        allocate: returns memory for what goes through lanes: it stays as it is until it is acknowledged.
         on_lost: called with rows of a group that cannot be recovered.
 
     Attributes:
@@ -138,6 +140,7 @@ class Server:
         pressure: Callable[[], float] = lambda: 1.0,
         rounds: bool = False,
         witness: Witness | None = None,
+        allocate: Callable[[int], Bytes] = new_bytes,
         on_lost: Callable[[int, NDArray[np.int64]], None] = lambda group, rows: None,
     ) -> None:
         self._measure = measure
@@ -146,7 +149,7 @@ class Server:
         self.outbox: list[Envelope] = []
         replaces = me.incarnation > 1
         self._witness = witness
-        self.shards = _make_shards(me, plan, witness, empty=replaces or not fresh)
+        self.shards = _make_shards(me, plan, witness, allocate, empty=replaces or not fresh)
         self.view = View(ViewNumber(), "starting")
         self.started = ViewNumber()
         """The view in which this server took over its slot; (0, 0) before that."""
@@ -670,9 +673,13 @@ class Server:
         return tuple(self.contents.marks) if self.contents is not None and group == network else ()
 
 
-def _make_shards(me: Peer, plan: JobPlan, witness: Witness | None, *, empty: bool) -> list[GroupShard]:
+def _make_shards(
+    me: Peer, plan: JobPlan, witness: Witness | None, allocate: Callable[[int], Bytes], *, empty: bool
+) -> list[GroupShard]:
     make = GroupShard if witness is None else witness.shard
     return [
-        make(group, placement, me.slot, plan.seed, keep_changes=placement.r > 0, empty=empty)
+        make(
+            group, placement, me.slot, plan.seed, keep_changes=placement.r > 0, empty=empty, allocate=allocate
+        )
         for group, placement in zip(plan.groups, plan.placements, strict=True)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 import time
 import traceback
@@ -22,6 +23,7 @@ from holdfast.cluster.redundancy.parity import Blocks, ParityShard
 from holdfast.cluster.report.failures import lost_rows_path
 from holdfast.cluster.runtime.loop import connect_servers, memory_bytes, open_transport, run_node
 from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.transport.shared import Arena
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.cluster.server.machine import Opened, Server
 from holdfast.cluster.server.witness import Witness
@@ -29,8 +31,11 @@ from holdfast.coding.placement import Placement
 from holdfast.errors import message_of
 from holdfast.kernels.coding import within
 from holdfast.kernels.compiling import in_turn
+from holdfast.kernels.memory import new_bytes
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
+
+log = logging.getLogger(__name__)
 
 _prepared = False
 _PRESSURE_SECONDS = 0.25
@@ -44,7 +49,8 @@ def run(assignment: Assignment) -> None:
     _keep_freed_memory()
     with contextlib.nullcontext() if _prepared else in_turn():  # a spare is needed at once
         _warm_up(plan.groups, *{(p.k, p.r) for p in plan.placements if p.r})
-    with open_transport(assignment) as transport:
+    arena = _make_arena(assignment)
+    with open_transport(assignment, arena=arena) as transport:
         fresh = plan.resume is None
         server = Server(
             assignment.me,
@@ -56,6 +62,7 @@ def run(assignment: Assignment) -> None:
             pressure=_Pressure(),
             rounds=True,
             witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
+            allocate=arena.allocate if arena is not None else new_bytes,
             on_lost=_LostRows(assignment),
             opens=plan.saving is not None,
         )
@@ -68,6 +75,17 @@ def run(assignment: Assignment) -> None:
                 opening.hand_over()
 
         run_node(server, transport, until=lambda: server.over, prepare=prepare, end_round=server.end_round)
+
+
+def _make_arena(assignment: Assignment) -> Arena | None:
+    """Memory for what goes through lanes; None if servers may be on other machines, or there are no lanes."""
+    if not assignment.plan.r or not assignment.bind.startswith("ipc:"):
+        return None
+    try:
+        return Arena()
+    except OSError as error:
+        log.warning("no shared memory (%s): all arrays go through sockets", error)
+        return None
 
 
 def _keep_freed_memory() -> None:

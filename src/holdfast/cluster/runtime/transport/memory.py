@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.cluster.protocol.envelope import Envelope, Node
+from holdfast.cluster.protocol.envelope import Envelope, Frame, Node
 from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.stripe_messages import LaneMessage
 from holdfast.cluster.protocol.wire import Header, decode, encode
 from holdfast.cluster.runtime.transport.packing import pack, unpack
+from holdfast.cluster.runtime.transport.shared import Arena
 
 TICK_SECONDS = 0.08
 _ENCODED = 8
@@ -54,6 +56,8 @@ class Network:
     weather: Weather = CALM
     now: float = 0.0
     nodes: dict[Peer, Node] = field(default_factory=dict)
+    arenas: dict[Peer, Arena] = field(default_factory=dict)
+    """Memory that nodes share: what goes through lanes is read there, as between processes (``shared``)."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of messages: sent, lost, repeated (duplicated), damaged, undeliverable, without a route, or
     broken (their link was)."""
@@ -133,6 +137,8 @@ class Network:
         counts, weather, chance = self.counts, self.weather, self.random.random
         source, target = envelope.source, envelope.target
         counts["sent"] += 1
+        if source in self.arenas and isinstance(envelope.message, LaneMessage):
+            envelope = _shared(envelope, self.arenas[source])
         if source.role == "worker":
             self._routes.add((target, source))  # sending connects them, even if the message is lost
         elif (
@@ -214,6 +220,16 @@ class Network:
     def _resume(self, peer: Peer) -> None:
         for action, arguments in self._paused.pop(peer, []):
             self.at(self.now, action, *arguments)
+
+
+def _shared(envelope: Envelope, arena: Arena) -> Envelope:
+    """The same message, with arrays of an arena as others see them."""
+    frames: list[Frame] = []
+    for frame in envelope.frames:
+        view = memoryview(frame)  # type: ignore[arg-type]  # NumPy says so from 3.12 on
+        at = arena.find(view)
+        frames.append(frame if at < 0 else arena.frame(at, view.nbytes))
+    return Envelope(envelope.source, envelope.target, envelope.message, frames)
 
 
 _Link = tuple[str, int, str, int]

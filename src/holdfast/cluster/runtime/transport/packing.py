@@ -2,18 +2,20 @@
 
 The first part begins with a checksum of everything after it and the length of the header; the header contains
 the size of each array. A message with a checksum mismatch is dropped before anything of it is used, and
-counts as lost: its sender retries.
+counts as lost: its sender retries. Arrays that the receiver reads in shared memory (``shared``) are not in
+transit: the checksum does not cover them.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import xxhash
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.wire import Header, decode, encode
 
 Piece = bytes | memoryview
@@ -24,24 +26,41 @@ class Damaged(ValueError):
     """Checksum mismatch: the message was damaged in transit."""
 
 
-def pack(job: str, envelope: Envelope, most_bytes: int = 1 << 31) -> list[Piece]:
-    """Encode a message into parts of at most ``most_bytes`` each. Arrays are not copied."""
+def pack(
+    job: str,
+    envelope: Envelope,
+    most_bytes: int = 1 << 31,
+    find: Callable[[memoryview[Any]], int] | None = None,
+) -> list[Piece]:
+    """Encode a message into parts of at most ``most_bytes`` each. Arrays are not copied.
+
+    ``find`` returns the position of an array that the receiver can read in shared memory, else -1.
+    """
     frames = [_flat(frame) for frame in envelope.frames]
     sizes = tuple(frame.nbytes for frame in frames)
-    header = encode(Header(job, envelope.source, envelope.target, envelope.message, sizes))
+    places: tuple[int, ...] = ()
+    if find is not None:
+        places = tuple(map(find, frames))
+        frames = [frame for frame, place in zip(frames, places, strict=True) if place < 0]
+    header = encode(Header(job, envelope.source, envelope.target, envelope.message, sizes, places))
     checksum = xxhash.xxh3_64(header)
     for frame in frames:
         checksum.update(frame)
     first = _PREFIX.pack(checksum.intdigest(), len(header)) + header
-    if len(first) <= most_bytes and max(sizes, default=0) <= most_bytes:
+    if len(first) <= most_bytes and max((frame.nbytes for frame in frames), default=0) <= most_bytes:
         return [first, *frames]
     return [piece for frame in (memoryview(first), *frames) for piece in _cut(frame, most_bytes)]
 
 
-def unpack(parts: Sequence[Piece], max_header_bytes: int) -> tuple[Header, list[Frame]]:
+def unpack(
+    parts: Sequence[Piece],
+    max_header_bytes: int,
+    shared: Callable[[Peer, int, int], Frame] | None = None,
+) -> tuple[Header, list[Frame]]:
     """Decode a message into its header and arrays. Arrays that arrived in one part are not copied.
 
-    Raises Damaged on a checksum mismatch, and another ValueError if it is not a message.
+    ``shared`` returns an array in a sender's shared memory, given its position and size. Raises Damaged on a
+    checksum mismatch, and another ValueError if it is not a message.
     """
     first = memoryview(parts[0])
     if len(first) < _PREFIX.size:
@@ -58,10 +77,22 @@ def unpack(parts: Sequence[Piece], max_header_bytes: int) -> tuple[Header, list[
     if checksum.intdigest() != expected:
         raise Damaged(f"checksum mismatch (expected {expected:016x}, got {checksum.intdigest():016x})")
     decoded = decode(header)
-    if len(decoded.sizes) == len(arrays) and all(map(_has_size, arrays, decoded.sizes)):
+    if (
+        not decoded.places
+        and len(decoded.sizes) == len(arrays)
+        and all(map(_has_size, arrays, decoded.sizes))
+    ):
         return decoded, list(arrays)
+    if decoded.places and (shared is None or len(decoded.places) != len(decoded.sizes)):
+        raise ValueError("arrays in shared memory that is not known here")
     left = iter(arrays)
-    frames: list[Frame] = [_join(next(left, b""), size, left) for size in decoded.sizes]
+    frames: list[Frame] = []
+    for number, size in enumerate(decoded.sizes):
+        place = decoded.places[number] if decoded.places else -1
+        if place >= 0 and shared is not None:
+            frames.append(shared(decoded.source, place, size))
+        else:
+            frames.append(_join(next(left, b""), size, left))
     if next(left, None) is not None:
         raise ValueError("extra parts after the last array")
     return decoded, frames

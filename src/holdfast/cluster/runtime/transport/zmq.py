@@ -8,6 +8,8 @@ Bytes from outside are validated before use, never executed, and never raise: an
 message of this job for this node is dropped and counted. A node listens on a Unix socket in a
 folder that only its user can enter (``private``), or on TCP with keys: then every connection is encrypted,
 only members of the job pass the handshake (``door``), and none can impersonate another.
+
+Large arrays in the lanes between servers on one machine are not sent, but read where they are (``shared``).
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import zmq
 
 from holdfast.cluster.protocol.envelope import Counters, Envelope
 from holdfast.cluster.protocol.messages import Peer, Role
+from holdfast.cluster.protocol.stripe_messages import LaneMessage
 from holdfast.cluster.runtime.keys import Keys, Name
 from holdfast.cluster.runtime.transport.address import check_reachable, listen_address
 from holdfast.cluster.runtime.transport.door import Door
 from holdfast.cluster.runtime.transport.links import Links, Reception
 from holdfast.cluster.runtime.transport.packing import Damaged, Piece, pack, unpack
+from holdfast.cluster.runtime.transport.shared import Arena, Offer, SharedView
 from holdfast.errors import ConfigError
 
 COPY_BELOW_BYTES: Final = 512 << 10
@@ -44,6 +49,9 @@ _POLL_MESSAGES: Final = 1024
 """Messages to read from one socket at a time, so that a flood does not keep ``poll`` from returning."""
 _KNOWN_PEERS: Final = 16384
 """Routes that a ROUTER remembers; a forgotten peer is known again when it sends a message."""
+_OFFER: Final = b"\0arena: offer\0"
+_MAPPED: Final = b"\0arena: taken\0"
+"""How nodes agree on shared memory, beside the messages: a checksum and a header begin otherwise."""
 # Plain numbers: those of zmq are enums, and each operation on one takes a microsecond.
 _NOW: Final = int(zmq.DONTWAIT)
 _NOW_AND_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
@@ -86,6 +94,7 @@ class ZmqTransport:
         keys: keys of this node; required for TCP.
         limits: limits on messages.
         links: table of broken links, for chaos runs; None otherwise.
+        arena: memory that this node shares with servers on this machine; None: everything is sent.
 
     Attributes:
         endpoint: the actual address it listens on; "" if it does not listen.
@@ -100,6 +109,7 @@ class ZmqTransport:
         keys: Keys | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         links: Links | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self.me = me
         self.endpoint = ""
@@ -119,6 +129,11 @@ class ZmqTransport:
         self._dealers: dict[Name, tuple[str, zmq.Socket[bytes]]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
         """The peer of each DEALER."""
+        self._arena = arena
+        self._sharing: set[zmq.Socket[bytes]] = set()
+        """DEALERs to peers that have mapped the arena."""
+        self._views: dict[Name, tuple[Peer, SharedView]] = {}
+        """The arenas of others."""
         self._part_bytes = limits.max_message_bytes if keys is None else _TCP_PART_BYTES
         self._max_parts = 1 + limits.max_frames + limits.max_message_bytes // self._part_bytes
         if bind is not None:
@@ -160,21 +175,27 @@ class ZmqTransport:
         if known is not None:
             self._poller.unregister(known[1])
             del self._names[known[1]]
+            self._sharing.discard(known[1])
             known[1].close(0)
         self._dealers[role, slot] = (endpoint, dealer)
         self._names[dealer] = f"{role} {slot}"
         self._poller.register(dealer, zmq.POLLIN)
+        if self._arena is not None and role == "server" and endpoint.startswith("ipc:"):
+            dealer.send(_OFFER + msgspec.msgpack.encode(self._arena.offer(self._job, self.me)), _NOW)
 
     def send(self, envelope: Envelope) -> bool:
         """Queue a message without blocking. False: it was dropped (and counted), the peer is unreachable.
 
         True does not mean that it arrives. Arrays of ``COPY_BELOW_BYTES`` or more are not copied, and nobody
-        knows when they have been sent: do not change them after this call.
+        knows when they have been sent: do not change them after this call. Of a lane's message, do not change
+        arrays in the arena before the peer has acknowledged it.
         """
-        parts = pack(self._job, envelope, self._part_bytes)
+        known = self._dealers.get((envelope.target.role, envelope.target.slot))
+        shares = known is not None and known[1] in self._sharing and isinstance(envelope.message, LaneMessage)
+        find = self._arena.find if shares and self._arena is not None else None
+        parts = pack(self._job, envelope, self._part_bytes, find)
         size = sum(map(_bytes_of, parts))
         self._check_size(envelope, size)
-        known = self._dealers.get((envelope.target.role, envelope.target.slot))
         try:
             if known is not None:
                 _send_all(known[1], parts)
@@ -277,6 +298,9 @@ class ZmqTransport:
             while parts[-1].more:  # all have arrived if the first has; `recv_multipart` uses slow enums
                 parts.append(socket.recv(_NOW, copy=False))
             route = parts.pop(0).bytes if socket is self._router else None
+            if len(parts) == 1 and parts[0].bytes.startswith((_OFFER, _MAPPED)):
+                self._hear_of_memory(socket, route, parts[0].bytes)
+                continue
             envelope = self._open(parts, self._names.get(socket) or self._proven_name(parts))
             if envelope is not None:
                 if route is not None:
@@ -286,6 +310,33 @@ class ZmqTransport:
                 envelopes.append(envelope)
             if not int(socket.get(_EVENTS)) & _POLLIN:  # faster than an exception
                 return
+
+    def _hear_of_memory(self, socket: zmq.Socket[bytes], route: bytes | None, message: bytes) -> None:
+        """Map the arena that a server of this job offers, and tell it so; or note that a server has mapped
+        this one's. Without keys, all who can connect are processes of this user."""
+        if route is None:
+            if message == _MAPPED and self._arena is not None:
+                self._sharing.add(socket)
+            return
+        try:
+            if self._keys is not None:
+                raise ValueError("an arena offered over TCP")
+            offer = msgspec.msgpack.decode(message[len(_OFFER) :], type=Offer)
+            if offer.job != self._job or (offer.source.role, self.me.role) != ("server", "server"):
+                raise ValueError(f"an arena of {offer.source}, job {offer.job}")
+            self._views[offer.source.role, offer.source.slot] = offer.source, SharedView(offer)
+            assert self._router is not None
+            self._router.send(route, _NOW_AND_MORE)
+            self._router.send(_MAPPED, _NOW)
+        except (ValueError, OSError, zmq.ZMQError):  # its arrays are sent then
+            self.counters.malformed += 1
+
+    def _shared(self, source: Peer, at: int, size: int) -> memoryview:
+        """An array in the arena of a peer."""
+        peer, view = self._views.get((source.role, source.slot), (None, None))
+        if view is None or peer != source:
+            raise ValueError(f"{source} has not offered an arena")
+        return view.frame(at, size)
 
     def _learn(self, peer: Peer, route: bytes) -> None:
         self._routes.pop(peer, None)  # move to the end: the first one has been silent longest
@@ -310,7 +361,7 @@ class ZmqTransport:
             return None
         try:
             pieces = [part.bytes if len(part) < _ALIGN_BELOW_BYTES else part.buffer for part in parts]
-            header, frames = unpack(pieces, self._limits.max_header_bytes)
+            header, frames = unpack(pieces, self._limits.max_header_bytes, self._shared)
         except Damaged:
             self.counters.damaged += 1
             return None
