@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from holdfast.cluster.protocol.envelope import Envelope, Frame, Node
 from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.stripe_messages import LaneMessage
@@ -226,9 +228,8 @@ def _shared(envelope: Envelope, arena: Arena) -> Envelope:
     """The same message, with arrays of an arena as others see them."""
     frames: list[Frame] = []
     for frame in envelope.frames:
-        view = memoryview(frame)  # type: ignore[arg-type]  # NumPy says so from 3.12 on
-        at = arena.find(view)
-        frames.append(frame if at < 0 else arena.frame(at, view.nbytes))
+        at = arena.find(frame) if isinstance(frame, np.ndarray) else -1
+        frames.append(arena.frame(at, frame.nbytes) if isinstance(frame, np.ndarray) and at >= 0 else frame)
     return Envelope(envelope.source, envelope.target, envelope.message, frames)
 
 

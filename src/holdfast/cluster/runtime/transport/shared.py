@@ -104,7 +104,7 @@ class Arena:
                 return space
         return np.empty(size, np.uint8)
 
-    def find(self, array: memoryview) -> int:
+    def find(self, array: memoryview | NDArray[Any]) -> int:
         """The position of an array; -1 if it is not in the arena."""
         if array.nbytes < max(1, self._shared_from_bytes):
             return -1
