@@ -448,6 +448,17 @@ def gather_weights(records, places, out):
 
 
 @compiled
+def put_records(records, places, values):
+    """records[places[i]] = values[i]"""
+    words = records.shape[1]
+    at, of = records.ctypes.data, values.ctypes.data
+    for i in range(places.shape[0]):
+        if i + _AHEAD < places.shape[0]:
+            _ask(at + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        _copy(at + np.int64(places[i]) * words * 4, of + i * words * 4, words)
+
+
+@compiled
 def fill_uniform(records, dim, server, servers, k, r, groups, firsts, keys, scales):
     """Write the first weights of all rows; records that stand for no row are left as they are."""
     floats = records.view(np.float32)

@@ -86,7 +86,7 @@ class GroupShard:
         self._layout = (server, placement.servers, placement.k, placement.r, placement.groups)
         self._update = updater(plan.optimizer)
         self._certain = plan.rows // (placement.k * placement.servers) * placement.k
-        self.rows = self._certain + int((self.rows_of(np.arange(self._certain, count)) < plan.rows).sum())
+        self.rows = int(self.stands_for_row().sum())
         self.installed = plan.initial == "uniform"
         self._seed = seed
         if not empty:
@@ -104,6 +104,12 @@ class GroupShard:
     def rows_of(self, places: Places) -> NDArray[np.int64]:
         """The rows of the group that these records are; beyond the last for those that stand for none."""
         return self.placement.row(self.server, np.asarray(places, np.int64))
+
+    def stands_for_row(self) -> NDArray[np.bool_]:
+        """Whether each record stands for a row: only a few at the end do not."""
+        real = np.ones(len(self.records), np.bool_)
+        real[self._certain :] = self.rows_of(np.arange(self._certain, len(real))) < self.plan.rows
+        return real
 
     def pull(self, places: Places) -> Floats:
         """The weights of these rows, [places, dim]."""
@@ -168,7 +174,7 @@ class GroupShard:
         records = self._shaped(records, np.uint32, len(places), self.plan.words, "records")
         places = self._checked(places, self._seen)
         self._announce(places)
-        self.records[places] = records
+        update.put_records(self.records, places, _read_only(records))
         id_loops.mark_rows(self.marks, places, 0, len(self.records))
 
     def field(self, name: str) -> NDArray[Any]:
@@ -184,9 +190,7 @@ class GroupShard:
 
     def mark_all(self) -> None:
         """Mark every row: of a server that cannot know what its predecessor had marked."""
-        places = np.arange(len(self.records))
-        real = self.rows_of(places) < self.plan.rows
-        id_loops.mark_rows(self.marks, places[real], 0, len(self.records))
+        id_loops.mark_rows(self.marks, np.flatnonzero(self.stands_for_row()), 0, len(self.records))
 
     def mark(self, rows: NDArray[np.int64]) -> None:
         """Mark rows of the group that lie here: those that ``take_marks`` gave and nobody has saved."""
@@ -232,6 +236,14 @@ def _in_order(array: NDArray[Any]) -> NDArray[Any]:
     """The same, contiguous and aligned: what messages bring is so already, and ``np.require`` is slow."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=["C", "A"])
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """A read-only view: for a mixture of both kinds Numba would compile every loop twice."""
+    if array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 def digest(shards: Sequence[GroupShard]) -> str:

@@ -132,6 +132,8 @@ class Header(Struct, frozen=True, array_like=True):
     places: tuple[int, ...] = ()
     """Where each array is in the memory that the sender shares; -1: in the next frame. Empty: all are in
     frames."""
+    loan: int = 0
+    """If not 0, the sender keeps these arrays until the receiver's transport returns this number."""
 
 
 _encoder = msgspec.msgpack.Encoder()

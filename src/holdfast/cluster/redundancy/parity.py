@@ -41,11 +41,15 @@ class ParityShard:
         self.blocks = placement.blocks(plan.rows)
         self.records: Records = aligned_zeros(self.blocks * placement.r, plan.words)
         self._lacks: NDArray[np.bool_] | None = None
+        """By member: which parities lack it; None: all are whole."""
+        self._left = np.zeros(0, np.uint16)
+        """How many members each parity lacks, unless all are whole."""
         self.lacking = 0
         """The number of parities that are not whole."""
         if seed is None:
             self.lacking = len(self.records)
             self._lacks = np.ones((placement.k, self.lacking), np.bool_) if self.lacking else None
+            self._left = np.full(self.lacking, placement.k, np.uint16)
         elif plan.initial == "uniform":
             self._encode_first(seed)
 
@@ -63,8 +67,8 @@ class ParityShard:
         """Which of these parities are whole."""
         if self._lacks is None:
             return np.ones(len(blocks), np.bool_)
-        lacks: NDArray[np.bool_] = np.any(self._lacks[:, self._places(parity, blocks)], axis=0)
-        return ~lacks
+        whole: NDArray[np.bool_] = self._left[self._places(parity, blocks)] == 0
+        return whole
 
     def incomplete(self, parity: int, first: int, count: int) -> NDArray[np.int64]:
         """Blocks from ``first`` on, within the next ``count``, whose parity is not whole."""
@@ -114,7 +118,9 @@ class ParityShard:
             places, values = places[outside], values[outside]
         self.code.update(self.records, places, parity, member, read_only(values))
         self._lacks[member, places] = False
-        self.lacking -= len(places) - int(np.any(self._lacks[:, places], axis=0).sum())
+        left = self._left[places] - np.uint16(1)
+        self._left[places] = left
+        self.lacking -= len(places) - int(np.count_nonzero(left))
         if not self.lacking:
             self._lacks = None
 
@@ -123,9 +129,11 @@ class ParityShard:
         places = self._places(parity, blocks)
         if self._lacks is None:
             self._lacks = np.zeros((self.placement.k, len(self.records)), np.bool_)
+            self._left = np.zeros(len(self.records), np.uint16)
         places = np.unique(places)
-        self.lacking += len(places) - int(np.any(self._lacks[:, places], axis=0).sum())
+        self.lacking += len(places) - int(np.count_nonzero(self._left[places]))
         self._lacks[:, places] = True
+        self._left[places] = self.placement.k
         self.records[places] = 0
 
     def _places(self, parity: int, blocks: Blocks) -> NDArray[np.int64]:

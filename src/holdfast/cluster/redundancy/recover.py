@@ -32,8 +32,8 @@ from holdfast.tables.shard import GroupShard
 _AGAIN_SECONDS = 0.5
 _HOPELESS_SECONDS = 0.5
 _MOST_ROUNDS = 3
-_MOST_SCANS = 2
-"""Chunks of the scan on their way to one parity server; half of them in a burst."""
+_MOST_SCANS = 4
+"""Chunks of the scan on their way to one parity server."""
 _MOST_ASKS = 64
 """If so many requests are unanswered, the scan does not add to them."""
 _FIRST_SECONDS = 0.1
@@ -127,9 +127,7 @@ class Recovery:
         self._missing: dict[int, NDArray[np.bool_]] = {}
         self._asked: dict[int, NDArray[np.bool_]] = {}
         for g in replicator.parities:
-            shard = shards[g]
-            real = shard.rows_of(np.arange(len(shard.records))) < shard.plan.rows
-            self._missing[g] = real
+            self._missing[g] = real = shards[g].stands_for_row()
             self._asked[g] = np.zeros_like(real)
         self._left = {g: int(missing.sum()) for g, missing in self._missing.items()}
         self._asks: dict[int, _Ask] = {}
@@ -257,7 +255,7 @@ class Recovery:
             for (group, member), cursor in self._cursors.items():
                 while cursor.asks < asks and cursor.first < len(self._missing[group]):
                     k = self._plan.placements[group].k
-                    if not self._throttle.allows(now, k * _MOST_SCANS // 2):
+                    if not self._throttle.allows(now, k):  # a burst is one for each parity server
                         return
                     blocks = self._next_missing(group, member, cursor)
                     if len(blocks):

@@ -8,7 +8,7 @@ instant, although nothing was paused. Nothing here is durable: after a death, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +33,7 @@ from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.redundancy.parity import Blocks, ParityShard, Records, read_only
 from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.cluster.redundancy.throttle import Throttle
+from holdfast.kernels.memory import Bytes, new_bytes
 
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024
@@ -109,9 +110,17 @@ class Stripes:
         plan: the job's plan.
         replicator: this server's replicator; its creator passes the values and changes that it receives here.
         throttle: says when the next parities may be rebuilt.
+        allocate: returns memory for sums, which are sent to others.
     """
 
-    def __init__(self, plan: JobPlan, replicator: Replicator, throttle: Throttle) -> None:
+    def __init__(
+        self,
+        plan: JobPlan,
+        replicator: Replicator,
+        throttle: Throttle,
+        allocate: Callable[[int], Bytes] = new_bytes,
+    ) -> None:
+        self._allocate = allocate
         self.rebuilt = 0
         """Lost parities rebuilt so far."""
         self.scrubbed = self.wrong = self.repaired = 0
@@ -383,7 +392,9 @@ class Stripes:
     ) -> _Job:
         self._numbers += 1
         rows = 0 if purpose == "rebuild" else len(blocks)
-        sums = np.zeros((rows, self._plan.groups[group].words), np.uint32)
+        words = self._plan.groups[group].words
+        sums: Records = self._allocate(rows * words * 4).view(np.uint32).reshape(rows, words)
+        sums[:] = 0
         job = _Job(
             purpose, self._numbers, group, parity, blocks, members, now, Retry(_READ_AGAIN_SECONDS), sums
         )

@@ -119,7 +119,7 @@ class Server:
         rounds: whether the caller receives several messages before it calls ``end_round``, in which rows that
             they wait for are asked for together; otherwise every message is a round.
         witness: compares recovered rows with the lost ones; None: no comparison.
-        allocate: returns memory for what goes through lanes: it stays as it is until it is acknowledged.
+        allocate: returns memory for what other servers are sent.
         on_lost: called with rows of a group that cannot be recovered.
 
     Attributes:
@@ -176,7 +176,7 @@ class Server:
         self.recovery: Recovery | None = None
         if plan.r:
             self.replicator = self._make_replicator(fresh=fresh and not replaces)
-            self.stripes = Stripes(plan, self.replicator, self._throttle)
+            self.stripes = Stripes(plan, self.replicator, self._throttle, allocate)
             if replaces:
                 self.recovery = Recovery(
                     plan, self.shards, self.replicator, self._throttle, self._serve_waiting, on_lost

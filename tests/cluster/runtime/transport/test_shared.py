@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,20 @@ import pytest
 import xxhash
 import zmq
 
-from holdfast.cluster.protocol.envelope import Envelope, Frame
+from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import Instant, Peer
 from holdfast.cluster.protocol.stripe_messages import Differences, StripePart, Syndromes
 from holdfast.cluster.protocol.wire import Header, Message, encode
 from holdfast.cluster.runtime.transport.packing import _PREFIX
 from holdfast.cluster.runtime.transport.private import private_folder
-from holdfast.cluster.runtime.transport.shared import SHARED_FROM_BYTES, Arena, Offer, SharedView
-from holdfast.cluster.runtime.transport.zmq import _OFFER, ZmqTransport
+from holdfast.cluster.runtime.transport.shared import (
+    SHARED_FROM_BYTES,
+    Arena,
+    Offer,
+    Returned,
+    SharedView,
+)
+from holdfast.cluster.runtime.transport.zmq import _MOST_LOANS, _OFFER, _RETURNED, ZmqTransport
 
 JOB = "job"
 OWNER, PARITY = Peer("server", 0, 1), Peer("server", 1, 1)
@@ -95,7 +102,7 @@ class TestSharedView:
         view = SharedView(arena.offer(JOB, OWNER))
         frame = view.frame(arena.find(space), LARGE)
         space[:] = 5
-        assert frame.readonly
+        assert not frame.flags.writeable
         assert set(frame) == {5}
 
     def test_it_outlives_its_owner(self) -> None:
@@ -165,6 +172,7 @@ class Pair:
         self.owner = ZmqTransport(OWNER, JOB, f"ipc://{folder}/owner", arena=arena)
         self.parity = ZmqTransport(PARITY, JOB, f"ipc://{folder}/parity")
         self.owner.connect("server", 1, self.parity.endpoint)
+        self.parity.connect("server", 0, self.owner.endpoint)
         for _ in range(3):  # an offer, and its answer
             self.parity.poll(0.1)
             self.owner.poll(0.1)
@@ -203,14 +211,69 @@ class TestLanes:
         large[:] = 2
         assert set(arrived.frames[1]) == {2}
 
-    def test_what_is_not_in_a_lane_is_sent(self, pair: Pair, arena: Arena) -> None:
-        """Nobody would know when it has been read."""
-        large, rows = arena.allocate(LARGE), np.arange(1, dtype=np.uint32)
+    def test_others_are_lent_until_nobody_reads_them(self, pair: Pair, arena: Arena) -> None:
+        rows, large = np.arange(1, dtype=np.uint32), arena.allocate(LARGE)
         large[:] = 1
-        arrived = pair.carry(Envelope(OWNER, PARITY, Syndromes(1, 0, 1, (), ()), [rows, large]))
-        large[:] = 2
+        lent = weakref.ref(large)
+        arrived = pair.carry(Envelope(OWNER, PARITY, Syndromes(1, 0, 1, (), ()), [rows, large, large[4:]]))
+        del large
         assert arrived is not None
-        assert set(arrived.frames[1]) == {1}
+        assert pair.owner.counters.sent_bytes < 1000 + LARGE, "the part of it is too small to be shared"
+        read = as_array(arrived.frames[1], np.uint32, (LARGE // 4,))[7:9]
+        del arrived
+        self.settle(pair)
+        assert lent() is not None
+        assert read.tolist() == [0x01010101] * 2
+        del read
+        self.settle(pair)
+        assert lent() is None
+
+    def settle(self, pair: Pair) -> None:
+        for _ in range(2):
+            pair.parity.poll(0.05)
+            pair.owner.poll(0.05)
+
+    def test_what_is_dropped_is_returned(self, pair: Pair, arena: Arena) -> None:
+        large = arena.allocate(LARGE)
+        lent = weakref.ref(large)
+        elsewhere = Envelope(OWNER, Peer("server", 1, 9), Syndromes(1, 0, 1, (), ()), [large])
+        pair.parity.me = Peer("server", 3, 1)  # not for this one
+        assert pair.owner.send(elsewhere)
+        del large, elsewhere
+        assert lent() is not None
+        while not pair.parity.counters.misdirected:
+            assert not pair.parity.poll(1.0)
+        self.settle(pair)
+        assert lent() is None
+
+    def test_what_was_lent_to_the_dead_is_free(self, pair: Pair, arena: Arena) -> None:
+        large = arena.allocate(LARGE)
+        lent = weakref.ref(large)
+        assert pair.owner.send(Envelope(OWNER, PARITY, Syndromes(1, 0, 1, (), ()), [large]))
+        del large
+        assert lent() is not None
+        with private_folder() as folder:
+            pair.owner.connect("server", 1, f"ipc://{folder}/replacement")
+            assert lent() is None
+
+    def test_loans_of_a_predecessor_are_not_mine(self, pair: Pair, arena: Arena) -> None:
+        large = arena.allocate(LARGE)
+        lent = weakref.ref(large)
+        assert pair.owner.send(Envelope(OWNER, PARITY, Syndromes(1, 0, 1, (), ()), [large]))
+        del large
+        router = pair.owner._router
+        assert router is not None
+        for owner, free in ((Peer("server", 0, 0), False), (OWNER, True)):
+            returned = _RETURNED + msgspec.msgpack.encode(Returned(owner, (1, 2)))
+            pair.owner._hear_of_memory(router, b"somebody", returned)
+            assert (lent() is None) == free
+
+    def test_not_too_much_is_lent(self, pair: Pair, arena: Arena) -> None:
+        large = arena.allocate(LARGE)
+        for _ in range(_MOST_LOANS + 1):
+            assert pair.owner.counters.sent_bytes < LARGE
+            assert pair.owner.send(Envelope(OWNER, PARITY, Syndromes(1, 0, 1, (), ()), [large]))
+        assert pair.owner.counters.sent_bytes > LARGE
 
     def test_what_is_elsewhere_is_sent(self, pair: Pair) -> None:
         large = np.ones(LARGE, np.uint8)

@@ -15,7 +15,6 @@ from typing import Any, Final
 import xxhash
 
 from holdfast.cluster.protocol.envelope import Envelope, Frame
-from holdfast.cluster.protocol.messages import Peer
 from holdfast.cluster.protocol.wire import Header, decode, encode
 
 Piece = bytes | memoryview
@@ -31,10 +30,12 @@ def pack(
     envelope: Envelope,
     most_bytes: int = 1 << 31,
     find: Callable[[memoryview[Any]], int] | None = None,
+    loan: int = 0,
 ) -> list[Piece]:
     """Encode a message into parts of at most ``most_bytes`` each. Arrays are not copied.
 
-    ``find`` returns the position of an array that the receiver can read in shared memory, else -1.
+    ``find`` returns the position of an array that the receiver can read in shared memory, else -1; ``loan``
+    is of these arrays.
     """
     frames = [_flat(frame) for frame in envelope.frames]
     sizes = tuple(frame.nbytes for frame in frames)
@@ -42,7 +43,7 @@ def pack(
     if find is not None:
         places = tuple(map(find, frames))
         frames = [frame for frame, place in zip(frames, places, strict=True) if place < 0]
-    header = encode(Header(job, envelope.source, envelope.target, envelope.message, sizes, places))
+    header = encode(Header(job, envelope.source, envelope.target, envelope.message, sizes, places, loan))
     checksum = xxhash.xxh3_64(header)
     for frame in frames:
         checksum.update(frame)
@@ -55,12 +56,12 @@ def pack(
 def unpack(
     parts: Sequence[Piece],
     max_header_bytes: int,
-    shared: Callable[[Peer, int, int], Frame] | None = None,
+    shared: Callable[[Header, int], Frame] | None = None,
 ) -> tuple[Header, list[Frame]]:
     """Decode a message into its header and arrays. Arrays that arrived in one part are not copied.
 
-    ``shared`` returns an array in a sender's shared memory, given its position and size. Raises Damaged on a
-    checksum mismatch, and another ValueError if it is not a message.
+    ``shared`` returns an array in the sender's shared memory, given the header and the array's number. Raises
+    Damaged on a checksum mismatch, and another ValueError if it is not a message.
     """
     first = memoryview(parts[0])
     if len(first) < _PREFIX.size:
@@ -90,7 +91,7 @@ def unpack(
     for number, size in enumerate(decoded.sizes):
         place = decoded.places[number] if decoded.places else -1
         if place >= 0 and shared is not None:
-            frames.append(shared(decoded.source, place, size))
+            frames.append(shared(decoded, number))
         else:
             frames.append(_join(next(left, b""), size, left))
     if next(left, None) is not None:

@@ -2,9 +2,13 @@
 
 A server allocates what it sends through lanes (``redundancy.lanes``) in its *arena*, a file in memory without
 a name. A peer on the same machine maps the file and reads arrays where they are: a message then carries only
-their positions. Nobody tells the owner when a peer has read an array. Lanes do: their messages are kept until
-the peer has acknowledged them, and a flush that all parity servers have acknowledged is never undone. So the
-owner may overwrite an array as soon as no lane of its own refers to it.
+their positions.
+
+An owner must not overwrite an array that a peer still reads. Of lanes, it knows: their messages are kept
+until the peer has acknowledged them, and a flush that all parity servers have acknowledged is never undone.
+So the owner may overwrite an array as soon as no lane of its own refers to it, whatever a peer remembers.
+All other arrays are *loans*: the owner's transport keeps them until the peer's transport returns them, when
+nobody there refers to them any more.
 
 The file ends with the last process that has mapped it. A peer opens it through the owner's entry in /proc,
 which the kernel allows only to processes of the same user; where it cannot, arrays are sent as elsewhere.
@@ -48,6 +52,13 @@ class Offer(Struct, frozen=True, array_like=True):
     size: int
 
 
+class Returned(Struct, frozen=True, array_like=True):
+    """Loans that nobody reads any more."""
+
+    owner: Peer
+    loans: tuple[int, ...]
+
+
 class Arena:
     """A process's memory that its peers can read.
 
@@ -78,6 +89,7 @@ class Arena:
         self._first: int = np.frombuffer(self._map, np.uint8, 1).ctypes.data
         self._free: list[tuple[int, int]] = [(0, size)]  # begin and end, ascending, never adjacent
         self._used = 0  # behind it, no page has been touched
+        self._unused = 0  # bytes of free memory that may have pages
         self._taken: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._returned: deque[int] = deque()
 
@@ -96,6 +108,7 @@ class Arena:
                 else:
                     self._free[number] = begin + length, end
                 self._used = max(self._used, begin + length)
+                self._unused = max(0, self._unused - length)
                 space: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, size, begin)
                 # Views refer to this array, not to the map behind it. The callback only takes a note: it may
                 # run anywhere, also in the middle of this method.
@@ -108,7 +121,7 @@ class Arena:
         """The position of an array; -1 if it is not in the arena."""
         if array.nbytes < max(1, self._shared_from_bytes):
             return -1
-        at: int = np.frombuffer(array, np.uint8).ctypes.data - self._first
+        at: int = np.asarray(array).ctypes.data - self._first
         return at if 0 <= at < self.size else -1
 
     def resident_bytes(self) -> int:
@@ -125,8 +138,9 @@ class Arena:
             begin = self._returned.popleft()
             length, _ = self._taken.pop(begin)
             self._insert(begin, begin + length)
-        unused = sum(min(end, self._used) - begin for begin, end in self._free if begin < self._used)
-        if unused > self._kept_bytes:
+            self._unused += length
+        if self._unused > self._kept_bytes:
+            self._unused = 0
             for begin, end in self._free:
                 if begin < self._used:
                     self._map.madvise(mmap.MADV_REMOVE, begin, min(end, self._used) - begin)
@@ -163,12 +177,26 @@ class SharedView:
                 raise ValueError(f"file {offer.file} of process {offer.process} is not an arena of this user")
             if status.st_size != offer.size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ValueError(f"file {offer.file} of process {offer.process} may become shorter")
-            self._bytes = memoryview(mmap.mmap(file, offer.size, prot=mmap.PROT_READ))
+            self._map = mmap.mmap(file, offer.size, prot=mmap.PROT_READ)
+            self._size = offer.size
         finally:
             os.close(file)
+        self.returned: deque[int] = deque()
+        """Loans that nobody refers to any more, to be returned to the owner."""
+        self._loans: dict[int, list[weakref.ref[Any]]] = {}
 
-    def frame(self, at: int, size: int) -> memoryview:
+    def frame(self, at: int, size: int, loan: int = 0) -> NDArray[np.uint8]:
         """The array at a position. Raises ValueError if it is not in the arena, or not aligned."""
-        if at % _WORD or not 0 <= at <= at + size <= len(self._bytes):
+        if at % _WORD or not 0 <= at <= at + size <= self._size:
             raise ValueError(f"an array of {size} bytes at {at}: expected one in the arena, aligned")
-        return self._bytes[at : at + size]
+        array = np.frombuffer(self._map, np.uint8, size, at)
+        if loan:
+            note = functools.partial(self._note_end, loan)
+            self._loans.setdefault(loan, []).append(weakref.ref(array, note))
+        return array
+
+    def _note_end(self, loan: int, _: weakref.ref[Any]) -> None:
+        """An array of a loan is gone; the last one ends it."""
+        if all(array() is None for array in self._loans.get(loan, ())):
+            self._loans.pop(loan, None)
+            self.returned.append(loan)

@@ -14,23 +14,27 @@ Large arrays in the lanes between servers on one machine are not sent, but read 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+import numpy as np
 import zmq
 
-from holdfast.cluster.protocol.envelope import Counters, Envelope
+from holdfast.cluster.protocol.envelope import Counters, Envelope, Frame
 from holdfast.cluster.protocol.messages import Peer, Role
 from holdfast.cluster.protocol.stripe_messages import LaneMessage
+from holdfast.cluster.protocol.wire import Header
 from holdfast.cluster.runtime.keys import Keys, Name
 from holdfast.cluster.runtime.transport.address import check_reachable, listen_address
 from holdfast.cluster.runtime.transport.door import Door
 from holdfast.cluster.runtime.transport.links import Links, Reception
 from holdfast.cluster.runtime.transport.packing import Damaged, Piece, pack, unpack
-from holdfast.cluster.runtime.transport.shared import Arena, Offer, SharedView
+from holdfast.cluster.runtime.transport.shared import Arena, Offer, Returned, SharedView
 from holdfast.errors import ConfigError
 
 COPY_BELOW_BYTES: Final = 512 << 10
@@ -45,12 +49,15 @@ with encryption, the cost is negligible."""
 _TCP_OVERHEAD_BYTES: Final = 1 << 10
 """The most that encryption adds to a part."""
 _HANDSHAKE_MILLISECONDS: Final = 5_000
+_MOST_LOANS: Final = 64
+"""Messages whose arrays others read in this node's arena; further ones are sent."""
 _POLL_MESSAGES: Final = 1024
 """Messages to read from one socket at a time, so that a flood does not keep ``poll`` from returning."""
 _KNOWN_PEERS: Final = 16384
 """Routes that a ROUTER remembers; a forgotten peer is known again when it sends a message."""
 _OFFER: Final = b"\0arena: offer\0"
 _MAPPED: Final = b"\0arena: taken\0"
+_RETURNED: Final = b"\0arena: loans\0"
 """How nodes agree on shared memory, beside the messages: a checksum and a header begin otherwise."""
 # Plain numbers: those of zmq are enums, and each operation on one takes a microsecond.
 _NOW: Final = int(zmq.DONTWAIT)
@@ -134,6 +141,9 @@ class ZmqTransport:
         """DEALERs to peers that have mapped the arena."""
         self._views: dict[Name, tuple[Peer, SharedView]] = {}
         """The arenas of others."""
+        self._loans: dict[int, tuple[zmq.Socket[bytes], Sequence[Frame]]] = {}
+        """Arrays of the arena that others read, with the DEALER by which they know of them."""
+        self._loan = 0
         self._part_bytes = limits.max_message_bytes if keys is None else _TCP_PART_BYTES
         self._max_parts = 1 + limits.max_frames + limits.max_message_bytes // self._part_bytes
         if bind is not None:
@@ -176,6 +186,7 @@ class ZmqTransport:
             self._poller.unregister(known[1])
             del self._names[known[1]]
             self._sharing.discard(known[1])
+            self._loans = {n: loan for n, loan in self._loans.items() if loan[0] is not known[1]}
             known[1].close(0)
         self._dealers[role, slot] = (endpoint, dealer)
         self._names[dealer] = f"{role} {slot}"
@@ -191,9 +202,7 @@ class ZmqTransport:
         arrays in the arena before the peer has acknowledged it.
         """
         known = self._dealers.get((envelope.target.role, envelope.target.slot))
-        shares = known is not None and known[1] in self._sharing and isinstance(envelope.message, LaneMessage)
-        find = self._arena.find if shares and self._arena is not None else None
-        parts = pack(self._job, envelope, self._part_bytes, find)
+        parts, loan = self._pack(envelope, known[1] if known is not None else None)
         size = sum(map(_bytes_of, parts))
         self._check_size(envelope, size)
         try:
@@ -206,6 +215,7 @@ class ZmqTransport:
                 self.counters.unroutable += 1
                 return False
         except zmq.Again:
+            self._loans.pop(loan, None)
             self.counters.full += 1
             return False
         except zmq.ZMQError as error:
@@ -218,6 +228,20 @@ class ZmqTransport:
         self.counters.sent_bytes += size
         return True
 
+    def _pack(self, envelope: Envelope, dealer: zmq.Socket[bytes] | None) -> tuple[list[Piece], int]:
+        """The parts of a message, and the number of the loan of its arrays; 0: there is none."""
+        arena, most = self._arena, self._part_bytes
+        if arena is None or dealer is None or dealer not in self._sharing:
+            return pack(self._job, envelope, most), 0
+        if isinstance(envelope.message, LaneMessage):
+            return pack(self._job, envelope, most, arena.find), 0
+        shared = any(isinstance(frame, np.ndarray) and arena.find(frame) >= 0 for frame in envelope.frames)
+        if not shared or len(self._loans) >= _MOST_LOANS:
+            return pack(self._job, envelope, most), 0
+        self._loan += 1
+        self._loans[self._loan] = dealer, envelope.frames
+        return pack(self._job, envelope, most, arena.find, self._loan), self._loan
+
     def poll(self, timeout_seconds: float) -> list[Envelope]:
         """Receive all pending messages; waits for the first one, up to the timeout.
 
@@ -225,6 +249,7 @@ class ZmqTransport:
         are ZeroMQ's own memory, not a copy. The result can be empty before the timeout.
         """
         envelopes: list[Envelope] = []
+        self._return_loans()
         if self._reception is not None:
             timeout_seconds = self._reception.wait(timeout_seconds)
         for ready, _ in self._poller.poll(max(0, math.ceil(timeout_seconds * 1000))):
@@ -298,7 +323,7 @@ class ZmqTransport:
             while parts[-1].more:  # all have arrived if the first has; `recv_multipart` uses slow enums
                 parts.append(socket.recv(_NOW, copy=False))
             route = parts.pop(0).bytes if socket is self._router else None
-            if len(parts) == 1 and parts[0].bytes.startswith((_OFFER, _MAPPED)):
+            if len(parts) == 1 and parts[0].bytes.startswith((_OFFER, _MAPPED, _RETURNED)):
                 self._hear_of_memory(socket, route, parts[0].bytes)
                 continue
             envelope = self._open(parts, self._names.get(socket) or self._proven_name(parts))
@@ -321,6 +346,11 @@ class ZmqTransport:
         try:
             if self._keys is not None:
                 raise ValueError("an arena offered over TCP")
+            if message.startswith(_RETURNED):
+                returned = msgspec.msgpack.decode(message[len(_RETURNED) :], type=Returned)
+                for loan in returned.loans if returned.owner == self.me else ():
+                    self._loans.pop(loan, None)
+                return
             offer = msgspec.msgpack.decode(message[len(_OFFER) :], type=Offer)
             if offer.job != self._job or (offer.source.role, self.me.role) != ("server", "server"):
                 raise ValueError(f"an arena of {offer.source}, job {offer.job}")
@@ -331,12 +361,25 @@ class ZmqTransport:
         except (ValueError, OSError, zmq.ZMQError):  # its arrays are sent then
             self.counters.malformed += 1
 
-    def _shared(self, source: Peer, at: int, size: int) -> memoryview:
+    def _return_loans(self) -> None:
+        """Tell owners which of their arrays nobody reads any more."""
+        for name, (owner, view) in self._views.items():
+            if view.returned and name in self._dealers:
+                loans = tuple(view.returned.popleft() for _ in range(len(view.returned)))
+                with contextlib.suppress(
+                    zmq.Again
+                ):  # it has not heard from here for long: it is being replaced
+                    self._dealers[name][1].send(
+                        _RETURNED + msgspec.msgpack.encode(Returned(owner, loans)), _NOW
+                    )
+
+    def _shared(self, header: Header, number: int) -> Frame:
         """An array in the arena of a peer."""
+        source = header.source
         peer, view = self._views.get((source.role, source.slot), (None, None))
         if view is None or peer != source:
             raise ValueError(f"{source} has not offered an arena")
-        return view.frame(at, size)
+        return view.frame(header.places[number], header.sizes[number], header.loan)
 
     def _learn(self, peer: Peer, route: bytes) -> None:
         self._routes.pop(peer, None)  # move to the end: the first one has been silent longest
