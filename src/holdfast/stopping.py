@@ -14,10 +14,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from holdfast.screen import drop_output
 
@@ -31,7 +32,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 @contextlib.contextmanager
 def stop_on_signals(in_order: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
     """Yield the list of signals received so far. Each signal is caught once, then its old handler is
-    restored.
+    restored; if it was ignored, the default.
 
     While ``in_order`` returns False, the first signal goes to the old handler, too.
     """
@@ -39,12 +40,15 @@ def stop_on_signals(in_order: Callable[[], bool] = lambda: True) -> Iterator[lis
     before: dict[int, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, before[number])
+        old = before[number]
+        if old == signal.SIG_IGN:  # as a script's background commands have it; the second must end this one
+            old = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, old)
         if in_order():
             received.append(number)
-        elif callable(before[number]):
-            before[number](number, frame)
-        elif before[number] == signal.SIG_DFL:
+        elif callable(old):
+            old(number, frame)
+        else:
             signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():  # others are not told of signals
@@ -61,7 +65,9 @@ def stop_on_signals(in_order: Callable[[], bool] = lambda: True) -> Iterator[lis
 class Notice:
     """Prints "stopping…" as soon as a signal arrives. A context manager for the main thread.
 
-    Some seconds after the second signal it ends this process, and with it the processes of a job.
+    After the second signal, the end of the block ends the process, which otherwise would wait for all
+    threads. If the block does not end within some seconds, the process ends nevertheless, and with it the
+    processes of a job.
 
     Attributes:
         then: what is still done after the first signal, for the message; may be empty.
@@ -72,6 +78,9 @@ class Notice:
         self._said = threading.Event()
 
     def __enter__(self) -> Self:
+        self._heard: set[int] = set()
+        self._second: int | None = None
+        self._all_heard = threading.Event()
         self._ours, self._theirs = socket.socketpair()
         self._theirs.setblocking(False)
         self._before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
@@ -83,27 +92,57 @@ class Notice:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._stop_listening()
+            second = self._second
+        except KeyboardInterrupt:  # it came just now
+            second = signal.SIGINT
+        if second is None:
+            return
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            _end(error.code)
+        if error is None or isinstance(error, KeyboardInterrupt):
+            _end(128 + second)
+        # Any other error is still to be printed. The thread ends the process in some seconds.
+
+    def _stop_listening(self) -> None:
+        """Return when the thread has heard of all signals before this call."""
+        try:
             signal.set_wakeup_fd(self._before)
         except (OSError, ValueError):  # whoever set it has closed it since
             signal.set_wakeup_fd(-1)
         self._theirs.close()
-        self._thread.join()
-        self._ours.close()
+        self._all_heard.wait()
+        if self._second is None:
+            self._thread.join()
+            self._ours.close()
+        if self._heard:
+            self.wait()
+            # The interpreter may wait for threads for ever. From now on another signal ends it at once.
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
 
     def wait(self) -> None:
         """After a signal, wait until the message is printed, so that later output follows it."""
         self._said.wait(_SAY_SECONDS)
 
     def _listen(self) -> None:
-        heard: set[int] = set()
         while number := int.from_bytes(self._ours.recv(1)):  # 0: the end
-            if number in heard:
+            if number in self._heard:
+                self._second = number
                 self._end_soon(number)
-                return
             if number in SIGNALS:
-                if not heard:
-                    self._say()
-                heard.add(number)
+                if not self._heard:
+                    self._say_aside()
+                self._heard.add(number)
+        self._all_heard.set()
+
+    def _say_aside(self) -> None:
+        """In another thread: it waits as long as nobody reads the output, and the second signal must be
+        heard."""
+        try:
+            threading.Thread(target=self._say, name="stopping", daemon=True).start()
+        except RuntimeError:  # the system has no more threads
+            self._say()
 
     def _say(self) -> None:
         line = f"stopping… {self.then}".rstrip() + "\n"
@@ -118,13 +157,23 @@ class Notice:
                 sys.stderr.write(line)
         self._said.set()
 
-    def _end_soon(self, number: int) -> None:
+    def _end_soon(self, number: int) -> NoReturn:
         """End the process, unless the main thread does so itself; at once with the next signal."""
         if select.select([self._ours], [], [], _AT_ONCE_SECONDS)[0] and not self._ours.recv(1):
-            return
-        if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # a live view hides it
+            self._all_heard.set()
+            time.sleep(_AT_ONCE_SECONDS)  # for the last output
+        out = sys.stdout
+        if out.isatty() and select.select([], [out.fileno()], [], 0)[1]:
+            os.write(out.fileno(), _SHOW_CURSOR)  # a live view hides it
         os._exit(128 + number)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process, whatever its threads do."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it; it is closed
+            stream.flush()
+    os._exit(code)
 
 
 class Stopped(KeyboardInterrupt):

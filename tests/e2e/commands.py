@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
@@ -38,11 +39,16 @@ def holdfast(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def wait_for_step(folder: Path, step: int = 1) -> None:
     """Return when a run's log says that it has come so far."""
+    wait_for_event(folder, "progress", step)
+
+
+def wait_for_event(folder: Path, name: str, step: int = 0) -> None:
+    """Return when a run's log has the event, of this step or a later one."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (folder / "events.jsonl").exists() or not any(
-        event["event"] == "progress" and event["step"] >= step for event in read_events(folder)
+        event["event"] == name and event.get("step", 0) >= step for event in read_events(folder)
     ):
-        assert time.monotonic() < deadline, f"{folder} has not come to step {step}"
+        assert time.monotonic() < deadline, f"{folder} has not come to {name} {step}"
         time.sleep(0.05)
 
 
@@ -135,11 +141,13 @@ class Terminal(Watched):
 
 
 class Pipe(Watched):
-    """A command whose output goes to a pipe."""
+    """A command whose output goes to a pipe; if ``full``, to one that takes nothing more."""
 
-    def __init__(self, *arguments: str, cwd: Path) -> None:
+    def __init__(self, *arguments: str, cwd: Path, full: bool = False) -> None:
         super().__init__()
         self._screen, theirs = os.pipe()
+        if full:
+            os.write(theirs, bytes(fcntl.fcntl(theirs, fcntl.F_GETPIPE_SZ)))
         self.process = subprocess.Popen([*HOLDFAST, *arguments], cwd=cwd, stdout=theirs, stderr=theirs)
         os.close(theirs)
 

@@ -4,6 +4,8 @@ ends with what to do next."""
 from __future__ import annotations
 
 import shlex
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,16 @@ import pytest
 from holdfast.checkpoint.format.manifest import read_newest
 from holdfast.checkpoint.store import open_store
 from holdfast.events import read_events
-from tests.e2e.commands import ENDLESS, HOLDFAST, PATIENCE_SECONDS, SMALL, Pipe, Terminal, wait_for_step
+from tests.e2e.commands import (
+    ENDLESS,
+    HOLDFAST,
+    PATIENCE_SECONDS,
+    SMALL,
+    Pipe,
+    Terminal,
+    wait_for_event,
+    wait_for_step,
+)
 from tests.e2e.test_job_commands import check_none_is_left
 
 # A model whose steps wait in compiled code, in which Python handles no signals, and a reader that waits at a
@@ -34,6 +45,19 @@ def compute():
     threading.Thread(target=arrive).start()
     system.pthread_barrier_wait(barrier)
 
+def leave_a_thread():
+    """One that runs until the file is gone, and that Python waits for when it ends."""
+
+    def run():
+        while os.path.exists("thread"):
+            time.sleep(0.01)
+
+    if not any(thread.name == "left" for thread in threading.enumerate()):
+        threading.Thread(target=run, name="left").start()
+        print("left a thread", flush=True)
+    while os.path.exists("step"):
+        time.sleep(0.01)
+
 class Model(torch.nn.Module):
     table_dim = 4
 
@@ -42,6 +66,8 @@ class Model(torch.nn.Module):
         self.layer = torch.nn.Linear(features, 1)
 
     def forward(self, dense, embeddings):
+        if self.training and os.path.exists("thread"):
+            leave_a_thread()
         if self.training and os.path.exists("computing"):
             print("computing", flush=True)
             compute()
@@ -105,6 +131,61 @@ def test_a_second_stop_ends_what_does_not_end_by_itself(folder: Path) -> None:
         run.stop()
         assert run.end() == 130
     assert shows_cursor(run)
+
+
+def test_a_second_stop_does_not_wait_for_threads(folder: Path) -> None:
+    """The interpreter would, for ever."""
+    (folder / "thread").touch()
+    (folder / "step").touch()
+    with Terminal("train", *OWN, "--run", "r", cwd=folder, columns=120) as run:
+        run.until("left a thread")
+        run.stop()
+        run.until("stopping…")
+        run.stop()
+        assert run.end() == 130
+    assert shows_cursor(run)
+
+
+def test_a_second_stop_after_the_last_line(folder: Path) -> None:
+    """The first has done all it can, but a thread keeps the process."""
+    (folder / "thread").touch()
+    with Terminal("train", *OWN, "--run", "r", cwd=folder, columns=120) as run:
+        run.until("left a thread")
+        run.stop()
+        run.until("nothing was saved")
+        time.sleep(0.5)
+        assert run.process.poll() is None
+        run.stop()
+        assert run.end() in (-signal.SIGINT, 130)
+    assert "Traceback" not in run.shown.decode()
+
+
+def test_a_second_stop_ends_what_nobody_reads(folder: Path) -> None:
+    """As behind a pager: a full pipe blocks every line, also "stopping…"."""
+    with Pipe("train", *OWN, "--run", "r", cwd=folder, full=True) as run:
+        wait_for_event(folder / "r", "run_started")
+        run.stop()
+        time.sleep(2.0)
+        run.stop()
+        assert run.process.wait(PATIENCE_SECONDS) == 130
+
+
+def test_a_second_stop_ends_a_background_command(folder: Path) -> None:
+    """A command that a script runs in the background inherits that SIGINT is ignored."""
+    (folder / "thread").touch()
+    (folder / "step").touch()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run = Pipe("train", *OWN, "--run", "r", cwd=folder)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with run:
+        run.until("left a thread")
+        run.stop()
+        run.until("stopping…")
+        time.sleep(0.5)
+        run.stop()
+        assert run.end() == 130
 
 
 def test_a_job_ends_with_the_command_that_resumes_it(tmp_path: Path) -> None:

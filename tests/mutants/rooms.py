@@ -72,6 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _READING + "test_loading.py",
     ),
     "checkpoint/reading/pipelines.py": (
+        _READING + "test_pipelines.py",
         _READING + "test_version.py",
         _READING + "test_loading.py",
         _READING + "test_damage.py",
@@ -145,6 +146,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint/saving/publisher.py": (_SAVING + "test_publisher.py",),
     "checkpoint/saving/schedule.py": (_SAVING + "test_schedule.py",),
+    "checkpoint/format/segments.py": ("checkpoint/format/test_segments.py", _SAVING + "test_history.py"),
     "checkpoint/memory/copy_on_write.py": ("checkpoint/memory/test_copy_on_write.py",),
     "checkpoint/saving/row_copies.py": (_SAVING + "test_row_copies.py",),
     "checkpoint/saving/shard_rows.py": (_SAVING + "test_shard_rows.py", _SAVING + "test_row_copies.py"),
@@ -193,6 +195,8 @@ def modules(root: Path, only: str = "") -> list[str]:
     """
     rooms = sorted(name for name in TESTS if name.endswith("/"))
     found = [path for room in rooms for path in sorted((root / "src/holdfast" / room).rglob("*.py"))]
+    alone = sorted(name for name in TESTS if not name.startswith(tuple(rooms)))
+    found += [root / "src/holdfast" / name for name in alone]
     names = [str(path.relative_to(root)) for path in found]
     return [name for name in names if only in name]
 

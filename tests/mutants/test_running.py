@@ -72,6 +72,8 @@ def test_tests_that_fail_without_a_mutant_say_nothing_about_any(tree: Path) -> N
 def test_every_mutated_module_has_tests() -> None:
     found = modules(ROOT)
     assert len(found) > 40
+    assert "src/holdfast/checkpoint/memory/copy_on_write.py" in found, "alone of its folder"
+    assert len(found) == len(set(found))
     for module in found:
         assert meant_for(ROOT, module), module
         for test in meant_for(ROOT, module):

@@ -172,6 +172,7 @@ def test_a_full_side_log_makes_training_wait_for_blocks() -> None:
     assert changed.is_set()
     assert found == dict(enumerate(right[0]))
     assert snapshot.waited_seconds > 0
+    assert snapshot._waiting == 0
     assert 0 < snapshot.peak_bytes <= 3 * 27
     assert not snapshot.is_over()  # the other group is not read yet
     snapshot.release()
@@ -259,6 +260,61 @@ def test_buffers_are_used_again() -> None:
         assert len(snapshot._buffers) <= 3
         del kept
     assert count > 20
+
+
+def test_memory_is_free_when_all_is_read_or_nobody_reads() -> None:
+    def held(snapshot: CopyOnWrite) -> list[bool]:
+        arrays = [(log._slab, log._pending, log._heads, log._nexts, log._free) for log in snapshot._logs]
+        return [any(array.nbytes for array in each) for each in arrays]
+
+    snapshot = CopyOnWrite(Tables().live, NOTHING)
+    snapshot.about_to_change("a", np.array([1, 2]))
+    assert held(snapshot) == [True, True]
+    list(snapshot.groups[0].parts())
+    assert held(snapshot) == [False, True]
+    assert snapshot._buffers == []
+    assert snapshot.peak_bytes == 2 * (11 + 16), "of two records, each with its row and its links"
+    snapshot.about_to_change("a", np.array([1, 2]))  # takes none again
+    assert snapshot.peak_bytes == 2 * (11 + 16)
+    snapshot.release()
+    assert held(snapshot) == [False, False]
+
+
+def test_a_whole_table_range_by_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_on_write, "_RANGE_ROWS", 8)
+    tables = Tables()
+    right = tables.all_rows()[0]
+    snapshot = CopyOnWrite(tables.live, NOTHING)
+    asked: list[int] = []
+    about_to_change = snapshot.about_to_change
+
+    def note(table: str, ids: NDArray[np.int64]) -> None:
+        asked.append(len(ids))
+        about_to_change(table, ids)
+
+    monkeypatch.setattr(snapshot, "about_to_change", note)
+    snapshot.all_about_to_change("a")
+    assert asked == [8] * 6 + [2]
+    assert snapshot.unchecked == {"b", "c", "other"}
+    tables.change("a", list(range(50)))
+    found: dict[int, bytes] = {}
+    for block in snapshot.groups[0].parts():
+        found |= records(block)
+    assert found == dict(enumerate(right))
+
+
+def test_who_stops_before_all_rows_are_copied_may_have_changed_some() -> None:
+    snapshot = CopyOnWrite(Tables().live, NOTHING)
+    snapshot.release()
+    snapshot.all_about_to_change("a")
+    assert "a" in snapshot.unchecked
+
+
+def test_blocks_of_few_wanted_rows_are_longer() -> None:
+    """So that about as many rows are read at a time."""
+    wanted = [np.arange(0, 171, 3), np.arange(30)]
+    snapshot = CopyOnWrite(Tables().live, NOTHING, wanted=wanted)
+    assert [len(block) for block in snapshot.groups[0].parts()] == [7] * 8 + [1]
 
 
 def test_blocks_begin_at_multiples() -> None:

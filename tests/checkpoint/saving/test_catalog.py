@@ -338,6 +338,14 @@ class TestLeftovers:
             left = run.file(2, "failed").name
             assert run.catalog.delete_leftovers() == [left]
 
+    def test_where_nothing_is_left_nothing_is_asked_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with running(tmp_path) as run:
+            run.save()
+            monkeypatch.setattr(run.store, "delete", lambda names: pytest.fail(f"it deletes {names}"))
+            assert run.catalog.delete_leftovers() == []
+
 
 class TestRoom:
     def test_a_full_disk_makes_versions_go_early(self, tmp_path: Path) -> None:
@@ -378,6 +386,25 @@ def test_versions_that_may_lack_changes_are_flagged_once(tmp_path: Path) -> None
         run.save(unverified={1: "first"})
         run.catalog.flag_versions({1: "second", 2: "later", 9: "not there"})
         assert [v.unverified for v in read_newest(run.store).versions] == ["first", "later"]
+
+
+def test_a_writer_that_was_overtaken_leaves_the_files_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path) as run:
+        run.save()
+        stale = run.catalog
+        run.catalog = Catalog(run.store, Policy())
+        run.catalog.take_over()
+        run.save()
+        written = run.file(3, "being written").name
+        with pytest.raises(StoreLocked, match="another writer has taken"):
+            stale.delete_leftovers()
+        assert written in run.files()
+        # Now that it knows, it does not even look: the store is none of its business.
+        monkeypatch.setattr(run.store, "list", lambda folder: pytest.fail("it looks"))
+        with pytest.raises(StoreLocked, match="another writer has taken"):
+            stale.delete_leftovers()
 
 
 def test_a_writer_that_was_overtaken_does_nothing_any_more(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from holdfast.checkpoint.format.records import Field, make_groups
 from holdfast.checkpoint.layout import bundles
 from holdfast.checkpoint.memory import copy_on_write
 from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.saving import row_copies
 from holdfast.checkpoint.saving.row_copies import RowCopies, file_bytes
 from holdfast.errors import SaveFailed, SaveVoid, StoreFull
 from holdfast.options import Policy
@@ -48,6 +49,14 @@ def test_memory_of_large_copies_is_given_back() -> None:
     assert some._arena == [[]]
 
 
+def test_a_quarter_of_the_limit_is_large() -> None:
+    some = copies(max_memory=4 * 8 * 125)
+    some._space(0, 101)
+    assert len(some._arena[0][0]) == 126
+    some.give_back()
+    assert some._arena == [[]]
+
+
 def test_what_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = np.zeros((ROWS, 8), np.uint8)
     groups = make_groups([("t", ROWS, (Field("weight", "F32", 2),))])
@@ -60,6 +69,45 @@ def test_what_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert some.copy(live, [ids], lambda *_: None).frozen is not None
     assert some.copy(live, [ids[:10]], lambda *_: None).frozen is None
     assert copies().max_memory == (256 << 20) + ROWS * 8 // 20
+
+
+def test_tables_up_to_a_size_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_on_write, "COPIED_BYTES", ROWS * 8)
+    assert copies().copies_baselines
+    monkeypatch.setattr(copy_on_write, "COPIED_BYTES", ROWS * 8 - 1)
+    assert not copies().copies_baselines
+
+
+def test_two_files_and_the_side_log_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file is being written while the next is put together."""
+    limits: list[int] = []
+
+    class Noted(copy_on_write.CopyOnWrite):
+        def __init__(self, live: LiveTables, max_bytes: int, **options: Any) -> None:
+            limits.append(max_bytes)
+            super().__init__(live, max_bytes, **options)
+
+    monkeypatch.setattr(row_copies, "CopyOnWrite", Noted)
+    monkeypatch.setattr(copy_on_write, "COPIED_BYTES", 0)
+    weights = np.zeros((ROWS, 8), np.uint8)
+    live = LiveTables(make_groups([("t", ROWS, (Field("weight", "F32", 2),))]), lambda name: (weights,))
+    for max_memory in (1000, 10 * bundles.FILE_BYTES):
+        copies(max_memory=max_memory).copy(live, None, lambda *_: None)
+    assert limits == [500, 8 * bundles.FILE_BYTES]
+
+
+def test_memory_that_is_eight_times_too_large_is_used_again() -> None:
+    some = copies()
+    first = some._space(0, 8192 * 4 // 5 + 1)[0]
+    assert len(some._arena[0][0]) == 8192
+    assert some._space(0, 1)[0].base is first.base
+    above = copies()
+    fresh = above._space(0, 6555)[0]
+    assert len(above._arena[0][0]) == 8193
+    assert above._space(0, 1)[0].base is not fresh.base
+    larger = some._space(0, 8193)[0]
+    assert some._space(0, 1281)[0].base is larger.base, "8,193 and a quarter"
+    assert some._space(0, 1280)[0].base is not larger.base
 
 
 def test_files_fit_into_the_memory() -> None:

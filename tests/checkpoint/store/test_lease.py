@@ -375,6 +375,16 @@ class TestRaces:
 
 
 class TestRenewing:
+    def test_a_lost_answer_delays_it_once(self, shared: MemoryObject) -> None:
+        """The lease is ours, under another tag: the next renewal must count, or it ends unnoticed."""
+        lease = Lease(shared, "s3://b", LONG)
+        shared.answers_to_lose = 1
+        lease._prolong()
+        written = shared.version
+        lease._prolong()
+        assert shared.version == written + 1
+        lease.release()
+
     def test_at_a_third_of_its_length(self, shared: MemoryObject, monkeypatch: pytest.MonkeyPatch) -> None:
         waits = queue.SimpleQueue[float | None]()
 
@@ -390,6 +400,17 @@ class TestRenewing:
                 pass
         finally:
             lease.release()
+
+    def test_it_ends_when_the_lease_was_deleted(self, shared: MemoryObject) -> None:
+        """Whoever deleted it took this writer for dead: another one may be writing."""
+        lease = Lease(shared, "s3://b", 0.1)
+        with shared.written:
+            shared.content, shared.version = None, shared.version + 1
+        lease._renewer.join(60)
+        assert not lease._renewer.is_alive()
+        with pytest.raises(StoreLocked, match="process unknown on host unknown"):
+            lease.renew()
+        assert shared.content is None
 
     def test_it_ends_when_another_has_taken_over(self, shared: MemoryObject) -> None:
         lease = Lease(shared, "s3://b", 0.1)

@@ -32,17 +32,30 @@ class TestShare:
         assert throttle.share(2.0 + QUIET - 0.01) == 0.2
         assert throttle.share(2.0 + QUIET + 0.01) == 1
 
+    def test_they_are_idle_after_that_long_not_at_it(self) -> None:
+        throttle = Throttle(0.25)
+        busy(throttle, 2.0, every=0.25)
+        assert throttle.share(2.0 + QUIET) == 0.25
+        throttle.note_request(4.0)
+        assert throttle.share(4.0 + 4.0) == 0.25, "twice the longest gap"
+
     def test_workers_with_long_batches_are_not_idle_between_them(self) -> None:
         throttle = Throttle(0.2)
         busy(throttle, 9.0, every=3.0)
         assert throttle.share(9.0 + 5.9) == 0.2
         assert throttle.share(9.0 + 6.1) == 1
 
+    def test_where_nothing_is_throttled_nothing_is_measured(self) -> None:
+        throttle = Throttle(1.0, lambda: pytest.fail("it measures"))
+        busy(throttle, 2.0)
+        assert throttle.share(2.0) == 1
+
     def test_a_long_pause_is_forgotten(self) -> None:
         throttle = Throttle(0.2)
         throttle.note_request(0.0)
         throttle.note_request(1000.0)
-        assert throttle.share(1015.0) == 0.2
+        assert throttle.share(1020.0) == 0.2
+        assert throttle.share(1020.1) == 1, "as after one of ten seconds"
         for turn in range(100):
             throttle.note_request(1020.0 + 0.1 * turn)
         assert throttle.share(1029.9 + 2 * QUIET) == 1
@@ -106,3 +119,33 @@ class TestBursts:
         throttle.note_request(2.9)
         assert not throttle.allows(2.7 + 0.29, 1)
         assert throttle.allows(2.7 + 0.31, 1)
+
+    def test_the_next_burst_may_begin_at_the_end_of_the_pause(self) -> None:
+        throttle = self.throttle()
+        throttle.end(throttle.begin(2.0), 2.0625)
+        assert not throttle.allows(2.1875, 1)
+        assert throttle.allows(2.0625 + 3 * 0.0625, 1)
+
+    def test_a_burst_is_given_up_after_that_long_not_at_it(self) -> None:
+        throttle = self.throttle()
+        throttle.begin(2.0)
+        assert not throttle.allows(2.0 + BURST, 1)
+        assert throttle.allows(2.0 + BURST + 0.01, 1), "no pause: it has done nothing"
+
+    def test_what_ends_after_its_burst_was_given_up_does_not_count(self) -> None:
+        throttle = self.throttle()
+        late = throttle.begin(2.0)
+        assert throttle.allows(2.3, 1)
+        throttle.end(late, 2.3)
+        assert throttle.allows(2.3, 1)
+        throttle.end(throttle.begin(2.3125), 2.375)
+        assert not throttle.allows(2.5, 1), "and the next burst has its pause"
+        assert throttle.allows(2.375 + 3 * 0.0625, 1)
+
+    def test_a_pause_is_no_longer_than_that_of_the_longest_burst(self) -> None:
+        throttle = self.throttle()
+        burst = throttle.begin(2.0)
+        throttle.note_request(4.0)
+        throttle.end(burst, 4.0)
+        assert not throttle.allows(4.0 + 3 * BURST - 0.01, 1)
+        assert throttle.allows(4.0 + 3 * BURST, 1)

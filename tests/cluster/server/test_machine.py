@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,20 +23,23 @@ from holdfast.cluster.protocol.messages import (
     PulledRows,
     Push,
     Pushed,
+    ServerBeat,
     ServerInView,
     View,
     ViewNumber,
     WorkerInView,
+    WorkerMark,
 )
 from holdfast.cluster.protocol.plan import JobPlan
-from holdfast.cluster.protocol.stripe_messages import Recover
+from holdfast.cluster.protocol.stripe_messages import ReadStripes, Recover
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.server.machine import Server
 from holdfast.cluster.server.process import _warm_up
+from holdfast.cluster.server.witness import Witness
 from holdfast.kernels import coding, copies, update
 from holdfast.kernels import rows as row_loops
 from holdfast.tables.plan import GroupPlan, OptimizerPlan, TablePlan
-from tests.cluster.redundancy.harness import Servers, plan_of
+from tests.cluster.redundancy.harness import Servers, lanes_of, plan_of
 
 PLACES = np.arange(5, dtype=np.uint32)
 VALUES = np.ones((5, 12), np.float32)
@@ -224,3 +229,143 @@ def test_requests_of_workers_throttle_recovery() -> None:
     pull(server, 0, [0])
     assert server._throttle.share(1.0) == 0.2
     assert server._throttle.share(2.0) == 1
+
+
+def job(plan: JobPlan, replaced: int | None = None, **options: Any) -> dict[Peer, Server]:
+    """All servers of a job that runs; the one that is replaced has no rows."""
+    entries = []
+    for slot in range(plan.servers):
+        again = slot == replaced
+        until = Instant(installed=plan.first_installed) if again else None
+        number = ViewNumber(2 if again else 1)
+        entries.append(ServerInView(slot, 2 if again else 1, starts=True, since=number, counts_until=until))
+    workers = tuple(WorkerInView(slot, 1, starts=True) for slot in range(plan.workers))
+    view = View(ViewNumber(2), "running", tuple(entries), workers)
+    servers = {}
+    for entry in entries:
+        me = Peer("server", entry.slot, entry.incarnation)
+        server = servers[me] = Server(me, plan, **options)
+        server.receive(Envelope(Peer("supervisor"), me, view), 0.0)
+    return servers
+
+
+def run(servers: dict[Peer, Server], seconds: float) -> list[ServerBeat]:
+    """Let time pass and messages between servers arrive; the beats of the replaced one."""
+    beats = []
+    now = 0.0
+    while now < seconds:
+        now += 0.1
+        for server in servers.values():
+            server.tick(now)
+        while mail := [envelope for server in servers.values() for envelope in take(server)]:
+            for envelope in mail:
+                if envelope.target in servers:
+                    servers[envelope.target].receive(envelope, now)
+                elif isinstance(envelope.message, ServerBeat) and envelope.source.incarnation > 1:
+                    beats.append(envelope.message)
+    return beats
+
+
+def take(server: Server) -> list[Envelope]:
+    sent = list(server.outbox)
+    server.outbox.clear()
+    return sent
+
+
+def test_beats_say_how_much_is_recovered() -> None:
+    plan = plan_of(k=2, r=1, lanes=lanes_of(chunk_rows=4))
+    servers = job(plan, replaced=0)
+    beats = [beat.redundancy for beat in run(servers, 5.0)]
+    table, network = (shard.rows for shard in servers[Peer("server", 0, 2)].shards)
+    assert (beats[0].rows, beats[0].recovered) == (table + network, 0)
+    assert (beats[-1].rows, beats[-1].recovered) == (network, table), "the network comes from a worker"
+    assert all(beat.rows + beat.recovered == table + network for beat in beats)
+
+
+def test_rows_are_asked_for_before_parities() -> None:
+    """Workers wait for rows; while processors are scarce, there may be time for one of both only."""
+    server = replacement(rounds=False)
+    server.tick(0.1)
+    kinds = [type(e.message) for e in server.outbox if isinstance(e.message, Recover | ReadStripes)]
+    assert kinds.index(ReadStripes) > 0
+    assert kinds == sorted(kinds, key=[Recover, ReadStripes].index)
+
+
+def test_fewer_parities_are_rebuilt_at_once_while_rows_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = replacement(rounds=False)
+    assert server.stripes is not None
+    assert server.recovery is not None
+    said: list[bool] = []
+    monkeypatch.setattr(server.stripes, "rebuild", lambda now, *, beside: said.append(beside))
+    server.tick(0.1)
+    for group in list(server.recovery._missing):
+        server.recovery.leave_out(group)
+    assert server.recovery.left == 0
+    server.tick(0.2)
+    assert said == [True, False]
+
+
+def test_parities_are_not_compared_before_all_rows_are_here() -> None:
+    plan = plan_of(k=2, r=1, lanes=lanes_of(scrub_seconds=0.1))
+    servers = job(plan, replaced=0)
+    replaced = servers[Peer("server", 0, 2)]
+    compared: list[int] = []
+    assert replaced.stripes is not None
+    assert replaced.recovery is not None
+    scrub = replaced.stripes.scrub
+
+    def note(now: float) -> None:
+        assert replaced.recovery is not None
+        compared.append(replaced.recovery.left)
+        scrub(now)
+
+    replaced.stripes.scrub = note  # type: ignore[method-assign]
+    replaced.tick(0.05)
+    assert replaced.recovery.left
+    assert compared == []
+    run(servers, 3.0)
+    assert set(compared) == {0}
+    assert replaced.stripes.scrubbed
+
+
+def test_a_witness_knows_the_flush_of_each_change(tmp_path: Path) -> None:
+    plan = plan_of(k=2, r=1)
+    me = Peer("server", 0, 1)
+    witness = Witness(tmp_path, me)
+    server = Server(me, plan, witness=witness)
+    assert witness.replicator is server.replicator
+    view = View(
+        ViewNumber(1),
+        "running",
+        tuple(ServerInView(slot, 1, starts=True, since=ViewNumber(1)) for slot in range(3)),
+        (WorkerInView(0, 1, starts=True),),
+    )
+    server.receive(Envelope(Peer("supervisor"), me, view), 0.0)
+    places, gradients = np.array([3, 1], np.uint32), np.ones((2, 2), np.float32)
+    for sequence, row in enumerate(places, 1):
+        push = Push(sequence, Position(0, sequence), 1, (Part(0, 1),))
+        server.receive(Envelope(Peer("worker", 0, 1), me, push, [row.reshape(1), gradients[:1]]), 0.0)
+        assert server.replicator is not None
+        server.replicator.flush(0.0)
+    ages = np.fromfile(tmp_path / "rows" / "server-0-1.group-0.ages", np.uint32)
+    assert {int(at): int(ages[at]) for at in np.flatnonzero(ages)} == {3: 1, 1: 2}
+
+
+def test_pushes_that_the_sender_of_a_copy_cannot_resend_are_lost() -> None:
+    """A copy of the network says it itself: nobody asks for it again."""
+    plan = msgspec.structs.replace(plan_of(k=2, r=1), dense="workers")
+    server = Server(Peer("server", 0, 2), plan)
+    until = Instant(marks=(WorkerMark(0, 1, sequence=5),), installed=plan.first_installed)
+    servers = (
+        ServerInView(0, 2, starts=True, since=ViewNumber(2), counts_until=until),
+        *(ServerInView(slot, 1, starts=True, since=ViewNumber(1)) for slot in (1, 2)),
+    )
+    view = View(ViewNumber(2), "running", servers, (WorkerInView(0, 1, starts=True, sequence=5),))
+    server.receive(Envelope(Peer("supervisor"), server.me, view), 0.0)
+    rows = server.shards[-1].rows
+    copy = Install((Part(1, rows),), marks=(2,), kept=4)
+    frames = [np.arange(rows, dtype=np.uint32), np.ones((rows, 1), np.float32)]
+    server.receive(Envelope(Peer("worker", 0, 1), server.me, copy, frames), 0.0)
+    assert server.shards[-1].installed
+    assert server.contents is not None
+    assert (server.redundancy().updates_lost, server.contents.marks) == (2, [4]), "push 5 comes again"

@@ -257,6 +257,50 @@ class TestWatching:
         case.events.close()
         assert [event["event"] for event in read_events(case.folder)][-2:] == ["worker_lost", "version_saved"]
 
+    def test_what_a_tick_leads_to_is_sent_and_reported_at_once(
+        self, watching: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case = watching()
+        view = Envelope(case.machine.me, Peer("worker", 0, 1), case.machine.view)
+
+        def tick(now: float) -> None:
+            case.machine.events.append(("worker_lost", {"slot": 1}))
+            case.machine.outbox.append(view)
+
+        monkeypatch.setattr(case.machine, "tick", tick)
+        case.watch._pass_time(10.0)
+        assert view in case.transport.sent
+        assert case.machine.outbox == []
+        (status,) = case.transport.statuses()
+        assert [happening.event for happening in status.happened] == ["worker_lost"]
+
+    def test_what_a_message_leads_to_is_sent_before_the_next_is_read(
+        self, watching: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not at the next tick: nodes wait for it."""
+        case = watching()
+        beat = Envelope(
+            Peer("worker", 0, 1), case.machine.me, WorkerBeat("working", case.machine.view.number)
+        )
+        answer = Envelope(case.machine.me, beat.source, case.machine.view)
+        sent: list[bool] = []
+
+        def receive(envelope: Envelope, now: float) -> None:
+            sent.append(answer in case.transport.sent)
+            case.machine.outbox.append(answer)
+
+        def poll(seconds: float) -> list[Envelope]:
+            case.machine._views.change(phase="stopping")
+            clock[0] += 4.0
+            return [beat, beat]
+
+        clock = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr(case.machine, "receive", receive)
+        case.transport.poll = poll
+        case.watch.run()
+        assert sent[:2] == [False, True]
+
     def test_only_the_last_few_events_are_reported(self, watching: Any) -> None:
         case = watching()
         case.machine.events += [("x", {"number": number}) for number in range(40)]

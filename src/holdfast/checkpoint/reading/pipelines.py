@@ -153,8 +153,8 @@ def _decode(
         try:
             for stretch in wanted:
                 size = stretch.bytes
-                least = STRETCH_BYTES if reuse else 0
-                buffer = free.pop() if free and size <= least else np.empty(max(size, least), np.uint8)
+                space = max(size, STRETCH_BYTES) if reuse else size
+                buffer = free.pop() if free and space == STRETCH_BYTES else np.empty(space, np.uint8)
                 future = pool.submit(read_stretch, stretch, groups, buffer[:size])
                 under_way.append((buffer, future))
                 if len(under_way) > _AHEAD:

@@ -130,7 +130,9 @@ class VersionReader:
         """
         pieces = self.pieces(baseline=baseline, born_after=born_after)
         all_of_it = baseline and not born_after and self._is_whole
-        coverage = self._check_headers(pieces) if all_of_it else None
+        coverage = self._coverage(pieces) if all_of_it else None
+        if coverage is not None:
+            coverage.check()
         chosen = Selection(self.stored_groups, self.version.version, born_after, coverage)
         if isinstance(sink, RowLoader):
             target: RowLoader | Decoder = sink
@@ -149,14 +151,15 @@ class VersionReader:
 
     def check_complete(self) -> None:
         """Raise CorruptCheckpoint if the headers show that rows are missing. Reads nothing."""
-        self._check_headers(self.pieces())
+        self._coverage(self.pieces()).check()
 
     def count_rows(self) -> None:
         """Raise CorruptCheckpoint if rows are missing. Reads no records, only row ids where it has to."""
         pieces = self.pieces()
         # One bit for each row. With more rows than its files could hold, the headers have to do.
         most_rows = max(_MOST_COUNTED, sum(file.entry.bytes for file in self.files))
-        coverage = self._check_headers(pieces, at_most=most_rows)
+        coverage = self._coverage(pieces)
+        coverage.check(at_most=most_rows)
         for file, piece in pieces:
             if coverage.wants(piece):
                 index = file.read_index(piece)
@@ -167,10 +170,8 @@ class VersionReader:
     def _where(self) -> str:
         return f"version {self.version.version} of {self.store.url}"
 
-    def _check_headers(self, pieces: Sequence[tuple[OpenFile, Piece]], at_most: int = 0) -> Coverage:
-        coverage = Coverage(self.version, self.stored_groups, (piece for _, piece in pieces), self._where)
-        coverage.check(at_most=at_most)
-        return coverage
+    def _coverage(self, pieces: Sequence[tuple[OpenFile, Piece]]) -> Coverage:
+        return Coverage(self.version, self.stored_groups, (piece for _, piece in pieces), self._where)
 
     def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
         """Read and check every byte that the version needs, and count its rows; how many bytes there were."""

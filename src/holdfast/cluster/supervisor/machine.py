@@ -469,8 +469,7 @@ class Supervisor:
 
     def _member(self, peer: Peer) -> ServerMember | WorkerMember | None:
         slots: dict[str, list[Any]] = {"server": self.servers, "worker": self.workers}
-        members = slots.get(peer.role, [])
-        return members[peer.slot] if 0 <= peer.slot < len(members) else None
+        return slots[peer.role][peer.slot] if peer.role in slots else None  # admission checks slots
 
     def _tell(self, view: View) -> None:
         """Send a new view to all nodes with a known address."""
