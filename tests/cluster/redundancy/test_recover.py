@@ -35,6 +35,14 @@ from tests.cluster.redundancy.harness import (
 )
 
 AGAIN = 0.5
+
+
+@pytest.fixture(autouse=True)
+def two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On their way to each parity server: tables here are small."""
+    monkeypatch.setattr("holdfast.cluster.redundancy.recover._MOST_SCANS", 2)
+
+
 FIRST = 0.1
 STUCK = 10.0
 
