@@ -144,6 +144,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "checkpoint/test_many_versions.py",
     ),
     "checkpoint/saving/publisher.py": (_SAVING + "test_publisher.py",),
+    "checkpoint/saving/unseen.py": (
+        _SAVING + "test_writer_alone.py",
+        _SAVING + "test_row_copies.py",
+        _SAVING + "test_writer.py",
+        "checkpoint/memory/test_digests.py",
+    ),
     "checkpoint/saving/schedule.py": (_SAVING + "test_schedule.py",),
     "checkpoint/memory/copy_on_write.py": ("checkpoint/memory/test_copy_on_write.py",),
     "checkpoint/saving/row_copies.py": (_SAVING + "test_row_copies.py",),
