@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +54,13 @@ def test_what_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = np.zeros((ROWS, 8), np.uint8)
     groups = make_groups([("t", ROWS, (Field("weight", "F32", 2),))])
     live = LiveTables(groups, lambda name: (weights,))
-    some, ids = copies(max_memory=8 * 10), np.arange(11)
+    some, wanted = copies(max_memory=8 * 10), np.arange(11)
     assert some.copy(live, None, lambda *_: None).frozen is None  # small tables
-    assert some.copy(live, [ids], lambda *_: None).frozen is None
+    assert some.copy(live, [wanted], lambda *_: None).frozen is None
     monkeypatch.setattr(copy_on_write, "COPIED_BYTES", 0)
     assert some.copy(live, None, lambda *_: None).frozen is not None
-    assert some.copy(live, [ids], lambda *_: None).frozen is not None
-    assert some.copy(live, [ids[:10]], lambda *_: None).frozen is None
+    assert some.copy(live, [wanted], lambda *_: None).frozen is not None
+    assert some.copy(live, [wanted[:10]], lambda *_: None).frozen is None
     assert copies().max_memory == (256 << 20) + ROWS * 8 // 20
 
 
@@ -119,11 +121,16 @@ class TestWhileItIsWritten:
                 self.train(run, rows[at])
                 at += 1
             assert 0 < at < 20
+            training = threading.Thread(target=self.train, args=(run, *rows[at:]))
+            training.start()
+            while not snapshot.is_waited_for:
+                assert training.is_alive(), "it should wait for blocks"
+                time.sleep(0.001)
             gate.open()
-            self.train(run, *rows[at:])  # waits for blocks
+            training.join()
             run.writer.wait()
             run.check()
-            assert run.writer.reports[0].waited_seconds >= 0
+            assert run.writer.reports[0].waited_seconds > 0
             assert run.writer.reports[0].copied_bytes <= 400
 
     def test_a_large_increment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
