@@ -14,8 +14,10 @@ from holdfast.checkpoint.format.records import Field, make_groups
 from holdfast.checkpoint.layout import bundles
 from holdfast.checkpoint.memory import copy_on_write
 from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.saving import row_copies
 from holdfast.checkpoint.saving.row_copies import RowCopies, file_bytes
 from holdfast.errors import SaveFailed, SaveVoid, StoreFull
+from holdfast.kernels import digests, ids, side_log
 from holdfast.options import Policy
 from tests.checkpoint.plain_source import PlainSource
 from tests.checkpoint.saving.test_writer_alone import ROWS, Gate, Run, running
@@ -62,6 +64,23 @@ def test_what_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert some.copy(live, [wanted], lambda *_: None).frozen is not None
     assert some.copy(live, [wanted[:10]], lambda *_: None).frozen is None
     assert copies().max_memory == (256 << 20) + ROWS * 8 // 20
+
+
+def test_loops_are_compiled_before_the_first_save_of_large_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+    monkeypatch.setattr(row_copies, "compile_loops", lambda: compiled.append(1))
+    copies()
+    RowCopies(Policy(), ())
+    assert not compiled
+    monkeypatch.setattr(copy_on_write, "COPIED_BYTES", 0)
+    copies()
+    assert compiled
+
+
+def test_the_loops_that_a_snapshot_needs_are_compiled() -> None:
+    row_copies.compile_loops()
+    for loop in (side_log.log_rows, side_log.lay_over, ids.unmark_rows, digests.digest_rows):
+        assert loop.signatures
 
 
 def test_files_fit_into_the_memory() -> None:
