@@ -54,6 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _STORE + "test_contract.py::TestFsspecLocal",
         "checkpoint/tools/test_secrets.py",
     ),
+    "checkpoint/store/past_cache.py": (_STORE + "test_past_cache.py",),
     "checkpoint/store/s3.py": (
         _STORE + "test_s3_requests.py",
         _STORE + "test_contract.py::test_what_cannot_be_meant_is_refused",
