@@ -54,6 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _STORE + "test_contract.py::TestFsspecLocal",
         "checkpoint/tools/test_secrets.py",
     ),
+    "checkpoint/store/past_cache.py": (_STORE + "test_past_cache.py",),
     "checkpoint/store/s3.py": (
         _STORE + "test_s3_requests.py",
         _STORE + "test_contract.py::test_what_cannot_be_meant_is_refused",
@@ -145,6 +146,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "checkpoint/test_many_versions.py",
     ),
     "checkpoint/saving/publisher.py": (_SAVING + "test_publisher.py",),
+    "checkpoint/saving/unseen.py": (
+        _SAVING + "test_writer_alone.py",
+        _SAVING + "test_row_copies.py",
+        _SAVING + "test_writer.py",
+        "checkpoint/memory/test_digests.py",
+    ),
     "checkpoint/saving/schedule.py": (_SAVING + "test_schedule.py",),
     "checkpoint/format/segments.py": ("checkpoint/format/test_segments.py", _SAVING + "test_history.py"),
     "checkpoint/memory/copy_on_write.py": ("checkpoint/memory/test_copy_on_write.py",),

@@ -3,7 +3,8 @@
 A DLRM of Terabyte's shape (dimension 64, Adagrad, batches of 2,048 samples) trains in a process of its own,
 for each size one. Windows take turns: in one it trains as it is, in the next it trains while the first
 version of a new store is written, which is a baseline. A step is a training step and the call of
-``Checkpointer.step``.
+``Checkpointer.step``. A step is *disturbed* if the machine is a virtual one and its host took processors away
+meanwhile: such steps last several times as long, with a baseline or without one.
 """
 
 from __future__ import annotations
@@ -34,15 +35,22 @@ BATCH = 2048
 DIM = 64
 RECORD_BYTES = 2 * DIM * 4
 _LEAST_SECONDS = 3.0
+_DISTURBED = 0.05  # of the processors' time
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """Steps with or without a baseline being written."""
 
+    steps: int
     longest_seconds: float
     median_seconds: float
-    steps_per_second: float
+    mean_seconds: float
+    undisturbed_steps: int
+    undisturbed_longest_seconds: float
+    """Of all steps if all were disturbed; so are the next two."""
+    undisturbed_median_seconds: float
+    undisturbed_mean_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ def measure_baseline(report: Report, *, gigabytes: Sequence[float], rounds: int,
         report.raw[name] = {"tables_bytes": tables, "rounds": [asdict(one) for one in each]}
         over = Spread.of([r.saving.longest_seconds / r.plain.median_seconds for r in each])
         usual = Spread.of([r.plain.longest_seconds / r.plain.median_seconds for r in each])
-        slow = Spread.of([100 * (1 - r.saving.steps_per_second / r.plain.steps_per_second) for r in each])
+        slow = Spread.of([100 * (1 - r.plain.mean_seconds / r.saving.mean_seconds) for r in each])
         memory = Spread.of([100 * r.extra_bytes / tables for r in each])
         step = Spread.of([r.plain.median_seconds for r in each])
         report.figure(
@@ -83,9 +91,27 @@ def measure_baseline(report: Report, *, gigabytes: Sequence[float], rounds: int,
         report.figure(f"{name}.torch_save_over_step", torch_save / step.median, "torch.save stops training")
         report.figure(f"{name}.slowdown_percent", slow, "of training speed while it is written")
         report.figure(f"{name}.extra_memory_percent", memory, "of the tables")
+        calm = Spread.of(
+            [r.saving.undisturbed_longest_seconds / r.plain.undisturbed_median_seconds for r in each]
+        )
+        calm_slow = Spread.of(
+            [100 * (1 - r.plain.undisturbed_mean_seconds / r.saving.undisturbed_mean_seconds) for r in each]
+        )
+        disturbed = Spread.of([100 * (1 - r.saving.undisturbed_steps / r.saving.steps) for r in each])
+        report.figure(
+            f"{name}.undisturbed_stall_over_step", calm, "longest undisturbed step while it is written"
+        )
+        report.figure(f"{name}.undisturbed_slowdown_percent", calm_slow, "by undisturbed steps")
+        report.figure(f"{name}.disturbed_steps_percent", disturbed, "the host took processors away")
         written = Spread.of([tables / 1e6 / r.write_seconds for r in each])
         report.figure(f"{name}.write_megabytes_per_second", written)
-        largest = {"stall_over_step": over, "slowdown_percent": slow, "extra_memory_percent": memory}
+        largest = {
+            "stall_over_step": over,
+            "undisturbed_stall_over_step": calm,
+            "slowdown_percent": slow,
+            "undisturbed_slowdown_percent": calm_slow,
+            "extra_memory_percent": memory,
+        }
     for figure, spread in largest.items():
         report.figure(f"scale.baseline.{figure}", spread, "of the largest tables")
 
@@ -185,7 +211,7 @@ def _round(objects: dict[str, Any], step: Callable[..., float], path: Path) -> R
             checkpointer.step(number)
 
         step(told)
-        plain = _window(lambda: step(told), lambda seconds: seconds < _LEAST_SECONDS)
+        before = _steps(lambda: step(told), lambda seconds: seconds < _LEAST_SECONDS)
         with _Memory() as memory:
             call = 0.0
 
@@ -193,33 +219,62 @@ def _round(objects: dict[str, Any], step: Callable[..., float], path: Path) -> R
                 nonlocal call
                 call = stopwatch(lambda: checkpointer.save(number))
 
-            first = step(save)
-            saving = _window(
-                lambda: step(told), lambda seconds: not checkpointer.reports or seconds < 0.1, first
+            saving = _steps(
+                lambda: step(told),
+                lambda seconds: not checkpointer.reports or seconds < 0.1,
+                first=lambda: step(save),
             )
         # As long again without: a machine's speed changes within minutes.
-        after = _window(lambda: step(told), lambda seconds: seconds < _LEAST_SECONDS)
+        after = _steps(lambda: step(told), lambda seconds: seconds < _LEAST_SECONDS)
         checkpointer.wait()
         (report,) = checkpointer.reports
-    plain = Window(
-        max(plain.longest_seconds, after.longest_seconds),
-        (plain.median_seconds + after.median_seconds) / 2,
-        (plain.steps_per_second + after.steps_per_second) / 2,
-    )
     subprocess.run(["rm", "-rf", str(path)], check=True)
     return Round(
-        plain, saving, memory.extra, call, report.write_seconds, report.copied_bytes, report.waited_seconds
+        _window(before + after),
+        _window(saving),
+        memory.extra,
+        call,
+        report.write_seconds,
+        report.copied_bytes,
+        report.waited_seconds,
     )
 
 
-def _window(
-    step: Callable[[], float], goes_on: Callable[[float], bool], first: float | None = None
-) -> Window:
+@dataclass(frozen=True, slots=True)
+class _Step:
+    seconds: float
+    is_disturbed: bool
+
+
+def _steps(
+    step: Callable[[], float],
+    goes_on: Callable[[float], bool],
+    first: Callable[[], float] | None = None,
+) -> list[_Step]:
     """Train as long as ``goes_on`` says, given the seconds so far."""
-    seconds = [] if first is None else [first]
-    while goes_on(sum(seconds)):
-        seconds.append(step())
-    return Window(max(seconds), float(np.median(seconds)), len(seconds) / sum(seconds))
+    done: list[_Step] = []
+    while first is not None or goes_on(sum(one.seconds for one in done)):
+        stolen = _stolen_seconds()
+        seconds = (first or step)()
+        first = None
+        most = _DISTURBED * seconds * (os.cpu_count() or 1)
+        done.append(_Step(seconds, _stolen_seconds() - stolen > most))
+    return done
+
+
+def _window(steps: Sequence[_Step]) -> Window:
+    seconds = [one.seconds for one in steps]
+    calm = [one.seconds for one in steps if not one.is_disturbed] or seconds
+    return Window(
+        len(steps), max(seconds), float(np.median(seconds)), float(np.mean(seconds)),
+        sum(not one.is_disturbed for one in steps), max(calm), float(np.median(calm)), float(np.mean(calm)),
+    )  # fmt: skip
+
+
+def _stolen_seconds() -> float:
+    """Time of processors that the host has taken away from this virtual machine; 0 if it is none."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
 
 
 class _Memory:

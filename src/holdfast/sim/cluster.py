@@ -160,7 +160,7 @@ class CutCopies:
         """At once."""
         return max(self.copies, default=0)
 
-    def collect(self, version: int, *, tidy: bool) -> None:
+    def collect(self, version: int, *, tidy: bool, kept: Sequence[int] = ()) -> None:
         """Nobody asks."""
 
 

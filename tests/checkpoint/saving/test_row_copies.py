@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.saving import row_copies
 from holdfast.checkpoint.saving.row_copies import RowCopies, file_bytes
 from holdfast.errors import SaveFailed, SaveVoid, StoreFull
+from holdfast.kernels import digests, ids, side_log
 from holdfast.options import Policy
 from tests.checkpoint.plain_source import PlainSource
 from tests.checkpoint.saving.test_writer_alone import ROWS, Gate, Run, running
@@ -61,13 +64,13 @@ def test_what_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = np.zeros((ROWS, 8), np.uint8)
     groups = make_groups([("t", ROWS, (Field("weight", "F32", 2),))])
     live = LiveTables(groups, lambda name: (weights,))
-    some, ids = copies(max_memory=8 * 10), np.arange(11)
+    some, wanted = copies(max_memory=8 * 10), np.arange(11)
     assert some.copy(live, None, lambda *_: None).frozen is None  # small tables
-    assert some.copy(live, [ids], lambda *_: None).frozen is None
+    assert some.copy(live, [wanted], lambda *_: None).frozen is None
     monkeypatch.setattr(copy_on_write, "COPIED_BYTES", 0)
     assert some.copy(live, None, lambda *_: None).frozen is not None
-    assert some.copy(live, [ids], lambda *_: None).frozen is not None
-    assert some.copy(live, [ids[:10]], lambda *_: None).frozen is None
+    assert some.copy(live, [wanted], lambda *_: None).frozen is not None
+    assert some.copy(live, [wanted[:10]], lambda *_: None).frozen is None
     assert copies().max_memory == (256 << 20) + ROWS * 8 // 20
 
 
@@ -108,6 +111,23 @@ def test_memory_that_is_eight_times_too_large_is_used_again() -> None:
     larger = some._space(0, 8193)[0]
     assert some._space(0, 1281)[0].base is larger.base, "8,193 and a quarter"
     assert some._space(0, 1280)[0].base is not larger.base
+
+
+def test_loops_are_compiled_before_the_first_save_of_large_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+    monkeypatch.setattr(row_copies, "compile_loops", lambda: compiled.append(1))
+    copies()
+    RowCopies(Policy(), ())
+    assert not compiled
+    monkeypatch.setattr(copy_on_write, "COPIED_BYTES", 0)
+    copies()
+    assert compiled
+
+
+def test_the_loops_that_a_snapshot_needs_are_compiled() -> None:
+    row_copies.compile_loops()
+    for loop in (side_log.log_rows, side_log.lay_over, ids.unmark_rows, digests.digest_rows):
+        assert loop.signatures
 
 
 def test_files_fit_into_the_memory() -> None:
@@ -167,11 +187,16 @@ class TestWhileItIsWritten:
                 self.train(run, rows[at])
                 at += 1
             assert 0 < at < 20
+            training = threading.Thread(target=self.train, args=(run, *rows[at:]))
+            training.start()
+            while not snapshot.is_waited_for:
+                assert training.is_alive(), "it should wait for blocks"
+                time.sleep(0.001)
             gate.open()
-            self.train(run, *rows[at:])  # waits for blocks
+            training.join()
             run.writer.wait()
             run.check()
-            assert run.writer.reports[0].waited_seconds >= 0
+            assert run.writer.reports[0].waited_seconds > 0
             assert run.writer.reports[0].copied_bytes <= 400
 
     def test_a_large_increment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

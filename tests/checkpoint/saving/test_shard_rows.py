@@ -83,3 +83,27 @@ def test_writing_stops_between_two_files(tmp_path: Path, monkeypatch: pytest.Mon
     files = change.for_manifest()
     assert (change.version, change.kind, files.rows) == (2, "baseline", 100)
     assert len(files.added) > 2
+
+
+@pytest.mark.parametrize(
+    ("share", "baseline", "pauses"),
+    [(None, True, True), (1.0, True, True), (0.5, False, True), (None, False, False), (1.0, False, False)],
+)
+def test_a_store_pauses_for_all_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None, baseline: bool, pauses: bool
+) -> None:
+    """Even where there is no need to rest: so a store knows that it writes much."""
+    store, put, paused = LocalStore(tmp_path, create=True, files=QuickFiles()), LocalStore.put, []
+
+    def noting(name: str, parts: Any) -> int:
+        paused.append(store.pause is not None)
+        return put(store, name, parts)
+
+    monkeypatch.setattr(store, "put", noting)
+    rows = Rows(np.arange(100, dtype=np.int64), (np.zeros((100, 8), np.uint8),))
+    encoder = Encoder.plan(Policy(), 0, [rows], (GROUP,))
+    policy = Policy(background_share=share)
+    shard = Shard(0, encoder.stored, Full())
+    write_rows(shard, store, encoder, 1, [rows], baseline=baseline, policy=policy, wanted=Cancellation())
+    assert paused == [pauses]
+    assert store.pause is None

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.store import local
 from holdfast.checkpoint.store.base import PARTIAL_PREFIX, check_name
 from holdfast.checkpoint.store.local import Files, LocalStore, explain
 from holdfast.errors import (
@@ -456,16 +455,3 @@ class TestLock:
             assert len(before) == 7
             store.clear_unfinished()
             assert names_in_folder(root) == ["a", "a/b", "a/b/1", "writer.lock"]
-
-
-def test_a_put_that_pauses_between_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_SLICE_BYTES", 10)
-    pauses: list[int] = []
-    with LocalStore(tmp_path / "store", create=True) as store:
-        store.pause = lambda: pauses.append(1)
-        assert store.put("chunks/a", [b"x" * 25, b"", b"yz"]) == 27
-        store.pause = None
-        store.put("chunks/b", [b"x" * 25])
-        with store.open("chunks/a") as reader:
-            assert bytes(reader.read()) == b"x" * 25 + b"yz"
-    assert len(pauses) == 4

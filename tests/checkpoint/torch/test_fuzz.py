@@ -322,7 +322,7 @@ class Run:
         i, module, _ = self.table()
         if self.any_nan() or self.ckpt.policy.verify == 0:
             return
-        if not self.ckpt._writer._digests_known:
+        if not self.ckpt._writer._unseen.digests_known:
             self.wait()  # nothing tells what is written unseen while the first baseline is read
         module.weight.data[self.rng.randrange(self.spec.tables[i].rows)] = self.rng.random()
         for _ in range(self.rng.choice([0, 1, 3])):

@@ -65,8 +65,10 @@ class Saver:
     def saved(self) -> int:
         return self.newest
 
-    def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
-        self.calls.append(("collect", version, tidy))
+    def collect(
+        self, version: int, *, tidy: bool, kept: Sequence[int] = ()
+    ) -> tuple[Saved, Sequence[Frame]] | None:
+        self.calls.append(("collect", version, tidy, *kept))
         return self.collected
 
 
@@ -239,13 +241,13 @@ class TestSaving:
     def test_what_was_saved_is_collected(self, case: Case, saver: Saver) -> None:
         def collect() -> list[Message]:
             case.server.outbox.clear()
-            case.server.receive(Envelope(SUPERVISOR, case.server.me, Collect(3, tidy=True)), 0.0)
+            case.server.receive(Envelope(SUPERVISOR, case.server.me, Collect(3, tidy=True, kept=(1, 3))), 0.0)
             return [e.message for e in case.server.outbox if isinstance(e.message, Saved)]
 
         assert collect() == []
         saver.collected = Saved(3, True, b"{}"), ()
         assert collect() == [Saved(3, True, b"{}")]
-        assert saver.calls == [("collect", 3, True)] * 2
+        assert saver.calls == [("collect", 3, True, 1, 3)] * 2
 
     def test_what_is_durable_is_told_at_once(self, case: Case, saver: Saver) -> None:
         case.server.tick(0.0)

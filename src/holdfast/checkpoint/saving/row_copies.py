@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from holdfast.checkpoint.format.records import Bytes2D, Group, RowIds, Rows, SampledRows
+from holdfast.checkpoint.format.records import (
+    Bytes2D,
+    Field,
+    Group,
+    RowIds,
+    Rows,
+    SampledRows,
+    make_groups,
+)
 from holdfast.checkpoint.layout import bundles
 from holdfast.checkpoint.memory import copy_on_write
 from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, OnRead, default_max_memory
+from holdfast.checkpoint.memory.digests import RowDigests
 from holdfast.checkpoint.memory.live import Gather, LiveTables
 from holdfast.options import Policy
 
@@ -38,6 +48,8 @@ class RowCopies:
         self._bytes = sum(group.rows * group.record_bytes for group in groups)
         self.max_memory = policy.max_memory or default_max_memory(self._bytes)
         self._arena: list[list[Bytes2D]] = [[] for _ in groups]
+        if groups and not self.copies_baselines:
+            compile_loops()
 
     @property
     def copies_baselines(self) -> bool:
@@ -79,6 +91,22 @@ class RowCopies:
         """Free the memory of the last copy if it is large: a version has been written."""
         if 4 * sum(field.nbytes for fields in self._arena for field in fields) > self.max_memory:
             self._arena = [[] for _ in self._groups]
+
+
+@cache
+def compile_loops() -> None:
+    """Compile the loops with which rows are read while training goes on, or load them; once in a process.
+
+    In the first save a training step would wait for that.
+    """
+    groups = make_groups([("table", 1, (Field("weight", "F32", 1),))])
+    weights, digests = np.zeros((1, 4), np.uint8), RowDigests(groups)
+    row = np.zeros(1, np.int64)
+    frozen = CopyOnWrite(LiveTables(groups, lambda table: [weights]), 4096)
+    frozen.about_to_change("table", row)
+    for rows in frozen.groups[0].parts():
+        digests.note_unchanged(0, rows, np.ones(1, np.bool_))
+    CopyOnWrite(frozen.live, 4096, wanted=[row]).groups[0].take(row)
 
 
 def file_bytes(max_memory: int) -> int:

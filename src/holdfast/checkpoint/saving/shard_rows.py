@@ -104,7 +104,8 @@ def write_rows(
 ) -> ShardChange:
     """Encode rows (of each group) and write them as a version's files; raises what ``wanted`` raises."""
     share = share_of(policy, baseline=baseline)
-    throttle = Throttle(share, wanted.hurries) if share < 1 else None
+    # A baseline's files are large: even without rests the store is to write them past the page cache.
+    throttle = Throttle(share, wanted.hurries) if share < 1 or baseline else None
     with closing(encoder.blocks_ahead(rows, throttle)) as blocks, _pausing(store, throttle):
         return shard.write(
             store, version, blocks, baseline=baseline, check=wanted.check, file_bytes=file_bytes

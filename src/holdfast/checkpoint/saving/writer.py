@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.background import Background, Latch
 from holdfast.checkpoint.format.encoding import Encoder
 from holdfast.checkpoint.format.manifest import Era, Version
-from holdfast.checkpoint.format.records import Group, Rows, SampledRows
+from holdfast.checkpoint.format.records import Group, SampledRows
 from holdfast.checkpoint.layout.bundles import Puts, ShardChange
 from holdfast.checkpoint.layout.shard import Shard
-from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, OnRead
-from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
+from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite
+from holdfast.checkpoint.memory.digests import UnseenChange
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
-from holdfast.checkpoint.memory.tracker import FindChanged, Tracker
+from holdfast.checkpoint.memory.tracker import Tracker
 from holdfast.checkpoint.reading.speed import measure_reading
 from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.saving.publisher import NewVersion, Publisher
@@ -46,6 +46,7 @@ from holdfast.checkpoint.saving.shard_rows import (
     SaveCancelled,
     write_rows,
 )
+from holdfast.checkpoint.saving.unseen import UnseenChanges
 from holdfast.checkpoint.store import Store
 from holdfast.errors import (
     CheckpointError,
@@ -62,11 +63,6 @@ from holdfast.events import EventLog
 from holdfast.options import AutoBits, BitsChoice, Full, Policy
 
 log = logging.getLogger("holdfast.checkpoint")
-
-UNSEEN_ADVICE = (
-    "something wrote to them without PyTorch's version counter (weight.data, NumPy, an extension) or with an "
-    "optimizer that the Checkpointer does not have: call Checkpointer.mark() after such writes"
-)
 
 
 class CapturedState(Protocol):
@@ -211,16 +207,9 @@ class Writer:
         self._under_way: _Outcome | None = None
         self._tidy_error: BaseException | None = None
         self._era_is_damaged = False
-        self._digests: RowDigests | None = None
-        self._digests_known = False
-        self._unverified: dict[int, str] = {}
+        self._unseen = UnseenChanges(policy, events)
         self._frozen: _Outcome | None = None
         """The save whose rows are read from memory, until it is known that none changed unannounced."""
-        self._flagged: set[int] = set()
-        self._unseen_in_baseline: dict[str, int] = {}
-        """How many rows of tables were found to have changed unseen when a baseline read them."""
-        self._copied_at_once: set[str] = set()
-        """Tables whose rows have changed unannounced while a baseline was written."""
         self._has_restored = False
 
     def bind(self, tables: LiveTables) -> None:
@@ -236,10 +225,9 @@ class Writer:
             self.tracker = Tracker(tables.groups, self._priorities())
             self._increment = IncrementRows(self.policy, [g.rows for g in tables.groups])
             self._copies = RowCopies(self.policy, tables.groups)
-            keep_digests = self.policy.verify != 0 and not isinstance(self.strategy, Full)
-            self._digests = RowDigests(tables.groups) if keep_digests else None
             self.begin_anew()
         self._tables = tables
+        self._unseen.bind(tables, self.tracker)
 
     def _priorities(self) -> dict[str, Priority]:
         """One for each of the largest tables, if the policy prioritizes rows."""
@@ -260,7 +248,7 @@ class Writer:
         """Make the next version a baseline: the marks no longer tell which rows have changed."""
         self._shard = Shard(0, self._groups, self.strategy)
         self._publisher.leave_era()
-        self._digests_known = False
+        self._unseen.digests_known = False
 
     @property
     def last_version(self) -> int:
@@ -277,67 +265,24 @@ class Writer:
         return self._check(tables, self.last_version)
 
     def _check(self, tables: Collection[str], version: int) -> list[UnseenChange]:
-        """``version``: the last one that contains all rows as they are now, except for marked ones."""
         if self._under_way is not None:
             self._under_way.noted.wait()
-        if self._digests is None or not self._digests_known:
-            return []
-        checks = [self._digests.check_table(self._tables, name, self.tracker, version) for name in tables]
-        return self._note_unseen([change for change in checks if change is not None])
+        return self._unseen.check(tables, version, self.last_version)
 
     def check_some(self, seconds: float, may_check: Callable[[str], bool]) -> list[UnseenChange]:
         """The same for some rows, for about ``seconds``; continues where the last call ended."""
-        noted = self._under_way is None or self._under_way.noted.is_open()
-        if self._digests is None or not (self._digests_known and noted):
+        if self._under_way is not None and not self._under_way.noted.is_open():
             return []
-        return self._note_unseen(
-            self._digests.check_some(self._tables, self.tracker, self.last_version, seconds, may_check)
-        )
+        return self._unseen.check_some(seconds, may_check, self.last_version)
 
     def note_outside_change(self, table: str) -> None:
         """Rows of a table are changed outside of training: announced, if at all, only afterwards."""
-        self._copied_at_once.add(table)
+        self._unseen.announced_late.add(table)
 
     def note_missed(self, table: str, why: str, complete: int) -> None:
         """Versions after ``complete`` may lack changes of a table."""
-        snapshot = self.tracker.snapshot
-        if snapshot is not None and complete >= self.last_version:  # it has missed none before the snapshot
-            snapshot.changed_unannounced(table, why)
-        if self._digests is not None:
-            self.check([table])  # finds which rows, and in which versions
-            return
-        self.tracker.suspect(table, late=why)
-        versions = self._note_unverified(table, complete, why)
-        if versions:
-            log.warning("%s: %s: versions %d to %d may lack changes", table, why, versions[0], versions[-1])
-            self.events.emit("checkpoint_unseen_change", table=table, rows=None, versions=versions)
-
-    def _note_unverified(self, table: str, after: int, why: str) -> list[int]:
-        """Let the next manifest flag the versions after this one; returns their numbers."""
-        missing = range(after + 1, self._next_version)
-        for version in missing:
-            self._unverified.setdefault(version, f"{table}: {why}")
-        return list(missing)
-
-    def _note_unseen(self, changes: list[UnseenChange]) -> list[UnseenChange]:
-        for change in changes:
-            why = f"{change.rows} rows had changed unseen"
-            if self.tracker.snapshot is not None:
-                self.tracker.snapshot.changed_unannounced(change.table, why)
-            versions = self._note_unverified(change.table, change.verified, why)
-            log.warning(
-                "%d rows of %s have changed unseen; the next version will contain them, and %s: %s",
-                change.rows,
-                change.table,
-                f"versions {versions[0]} to {versions[-1]} may lack them"
-                if versions
-                else "no version lacks them",
-                UNSEEN_ADVICE,
-            )
-            self.events.emit(
-                "checkpoint_unseen_change", table=change.table, rows=change.rows, versions=versions
-            )
-        return changes
+        if not self._unseen.note_missed(table, why, complete, self.last_version):
+            self.check([table])
 
     def note_restored(self, bytes_: int, seconds: float) -> None:
         """A restore has read so many bytes in so long: how quickly the next one is expected to be read."""
@@ -369,9 +314,7 @@ class Writer:
             self.events.emit("checkpoint_damaged", version=version.version, error=str(error))
             self.begin_anew()
             return False
-        if self._digests is not None:
-            self._digests.learn(self._tables, self.last_version)
-            self._digests_known = True
+        self._unseen.learn(self.last_version)
         return True
 
     def _take_up(self, era: Era, version: Version) -> None:
@@ -447,7 +390,7 @@ class Writer:
         As far as ``max_memory`` allows; this waits until the rest has been written.
         """
         known = {table.name for group in self._groups for table in group.tables}
-        for table in known & {*source.unannounced(), *self._copied_at_once}:
+        for table in known & {*source.unannounced(), *self._unseen.announced_late}:
             frozen.all_about_to_change(table)
 
     def collect(self) -> None:
@@ -496,16 +439,7 @@ class Writer:
         if outcome is None or frozen is None:
             return
         durable = outcome.known.is_open() and outcome.error is None
-        for table, count in self._unseen_in_baseline.items():
-            assert self._digests is not None
-            self._note_unseen([UnseenChange(table, count, self._digests.last_verified(table))])
-        self._unseen_in_baseline.clear()
-        for table, why in frozen.unannounced.items():
-            self._copied_at_once.add(table)
-            if durable and outcome.version not in self._flagged:
-                self._flagged.add(outcome.version)
-                self._unverified.setdefault(outcome.version, f"{table}: {why}")
-                log.warning("version %d is unverified: %s: %s", outcome.version, table, why)
+        self._unseen.note_unannounced(frozen, outcome.version, self.last_version, is_durable=durable)
         if outcome.known.is_open() and not (durable and frozen.unchecked):
             self.tracker.snapshot = self._frozen = None
 
@@ -526,9 +460,9 @@ class Writer:
         try:
             self.collect()
         finally:
-            if self._unverified:
-                self.catalog.flag_versions(self._unverified)
-                self._unverified.clear()
+            if self._unseen.unverified:
+                self.catalog.flag_versions(self._unseen.unverified)
+                self._unseen.unverified.clear()
 
     def finish(self, most_seconds: float) -> bool:
         """Finish the save in progress and end the thread; False on timeout. Call ``close`` afterwards."""
@@ -599,40 +533,12 @@ class Writer:
 
     def _start_copying(self, whole: bool) -> _Copying:
         baseline = self._publisher.baseline_is_due(self._shard.live_bytes())
-        if self._digests is not None:  # a suspected table is compared completely
-            self._digests.verified(self.tracker.suspects, self._next_version)
-        wanted = self.tracker.take(whole=whole or baseline, find=self._finder(baseline))
+        self._unseen.begin_version(self._next_version)
+        wanted = self.tracker.take(whole=whole or baseline, find=self._unseen.find_changed(baseline))
         if not baseline:
             wanted = [self._increment.add(number, ids) for number, ids in enumerate(wanted)]
-        on_read = self._digests_of_read(baseline)
+        on_read = self._unseen.on_read(baseline)
         return _Copying(baseline, self._copies.copy(self._tables, None if baseline else wanted, on_read))
-
-    def _digests_of_read(self, baseline: bool) -> OnRead:
-        """Notes the digests of rows that were read. Of a baseline's rows, those that neither had changed
-        since the last version nor have changed since the snapshot must match their digests."""
-        digests = self._digests
-        if digests is None:
-            return lambda group, rows, logged: None
-        if not (baseline and self._digests_known):
-            return lambda group, rows, logged: digests.note(group, rows)
-        changed = self.tracker.taken_rows()
-        suspects = self.tracker.taken_suspects()
-
-        def note(group: int, rows: Rows, logged: NDArray[np.bool_]) -> None:
-            found = digests.note_unchanged(group, rows, ~logged & ~changed[group].contains(rows.ids))
-            for table, count in found.items():
-                if table not in suspects:
-                    self._unseen_in_baseline[table] = self._unseen_in_baseline.get(table, 0) + count
-
-        return note
-
-    def _finder(self, baseline: bool) -> FindChanged | None:
-        """Finds the changed rows of tables in which any row may have changed."""
-        if baseline:
-            return lambda group, begin, end, marked: 0  # a baseline holds all rows anyway
-        if self._digests is None:
-            return None
-        return partial(self._digests.find_changed, self._tables)
 
     def _write(
         self, outcome: _Outcome, snapshot: _Snapshot, metadata: dict[str, Any], stall: Sequence[float]
@@ -681,15 +587,9 @@ class Writer:
     ) -> tuple[ShardChange, Version]:
         """Choose files and codecs, write, and commit; again after making room if the store is full."""
         baseline, frozen = outcome.baseline, snapshot.frozen
-        # Before the version is durable: if it fails, these rows are marked again, and marked rows are not
-        # compared.
+        self._unseen.begin_writing(snapshot.rows if frozen is None else ())
         if frozen is None:
-            if self._digests is not None:
-                for group, rows in enumerate(snapshot.rows):
-                    for part in rows.parts():
-                        self._digests.note(group, part)
             self._noted(outcome)
-        self._unseen_in_baseline.clear()
         self.catalog.take_over()
         shard, encoder = self._shard, self._encoder
         if baseline:
@@ -724,18 +624,16 @@ class Writer:
             policy=self.policy, wanted=wanted, file_bytes=limit,
         )  # fmt: skip
         if snapshot.frozen is not None:
-            if self._unseen_in_baseline:
-                table, count = next(iter(self._unseen_in_baseline.items()))
-                raise SaveVoid(f"{count} rows of {table} changed unseen, perhaps while it was written")
+            self._unseen.raise_if_found()
             self._noted(outcome)
         wanted.check()
-        flags = dict(self._unverified)
+        flags = dict(self._unseen.unverified)
         version = self._publisher.commit(
             new, encoder.stored, shard.layout_name, [change.for_manifest()], snapshot.state.parts(),
             check=wanted.check, unverified=flags,
         )  # fmt: skip
         for flagged in flags:
-            self._unverified.pop(flagged, None)
+            self._unseen.unverified.pop(flagged, None)
         return change, version
 
     def _make_room(self) -> bool:
@@ -743,9 +641,8 @@ class Writer:
 
     def _noted(self, outcome: _Outcome) -> None:
         """Digests match the rows of this version."""
-        if self._digests is not None and outcome.baseline:
-            self._digests.verified(self.tracker.tables, outcome.version)
-            self._digests_known = True
+        if outcome.baseline:
+            self._unseen.note_baseline(outcome.version)
         outcome.noted.open()
 
     def _clear_away(self) -> None:

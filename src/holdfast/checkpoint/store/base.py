@@ -253,7 +253,8 @@ class Store(ABC):
         publishes_exclusively: whether of several writers that publish one name only one succeeds.
         may_publish_late: whether an object may appear some time after its `publish` has failed.
         pause: called between two parts of a large put by the thread that puts, if not None: it may sleep, so
-            that others get the processor. Only one thread may put meanwhile.
+            that others get the processor. Only one thread may put meanwhile. A local store writes large
+            files past the page cache then.
     """
 
     url: str

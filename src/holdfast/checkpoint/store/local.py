@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from holdfast.checkpoint.store import past_cache
 from holdfast.checkpoint.store.base import (
     LOCK_FILE,
     PARTIAL_PREFIX,
@@ -48,7 +49,6 @@ _NO_LINKS = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 # file systems count a link as one.
 _RESERVE = tuple(f"{RESERVE_PREFIX}{number}" for number in range(4))
 _SMALLEST_RESERVE_BYTES = 1 << 15
-_SLICE_BYTES = 2 << 20  # written at a time if others are to get the processor in between
 
 
 def explain(error: OSError, doing: str, what: str) -> StoreError:
@@ -135,6 +135,7 @@ class LocalStore(Store):
         self._unsynced: set[str] = set()
         self._unsynced_guard = threading.Lock()
         self._reserve_bytes = 0
+        self._slice: memoryview | None = None
         # One sync at a time: a second publish must not overtake the sync that its own puts rely on.
         self._syncing = threading.Lock()
         if not create and not os.path.isdir(self.url):
@@ -317,12 +318,16 @@ class LocalStore(Store):
         return size
 
     def _write_all(self, handle: int, views: Sequence[memoryview]) -> None:
-        waiting = list(views) if self.pause is None else _in_slices(views)
+        pause = self.pause
+        if pause is not None and sum(view.nbytes for view in views) >= past_cache.LEAST_BYTES:
+            if self._slice is None:
+                self._slice = past_cache.aligned_slice()
+            past_cache.write_past_cache(self._files, handle, views, self._slice, pause)
+            return
+        waiting = list(views)
         first = 0
         while first < len(waiting):
-            if self.pause is not None:
-                self.pause()
-            count = self._files.writev(handle, waiting[first:] if self.pause is None else [waiting[first]])
+            count = self._files.writev(handle, waiting[first:])
             while first < len(waiting) and count >= waiting[first].nbytes:
                 count -= waiting[first].nbytes
                 first += 1
@@ -418,8 +423,3 @@ class LocalStore(Store):
             yield name, entry
             if entry.is_folder and is_name(name):
                 yield from self._walk(name)
-
-
-def _in_slices(views: Sequence[memoryview]) -> list[memoryview]:
-    """The same bytes, in views that are written quickly."""
-    return [view[at : at + _SLICE_BYTES] for view in views for at in range(0, view.nbytes, _SLICE_BYTES)]

@@ -6,6 +6,7 @@ work out what a crash between two of them leaves behind (see `holdfast.testing`)
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,18 @@ class Files:
     def writev(self, handle: int, views: Sequence[memoryview]) -> int:
         """Append as much of ``views`` as one call takes and return the number of bytes."""
         return os.writev(handle, views[:_BUFFERS_PER_CALL])
+
+    def bypass_cache(self, handle: int, bypass: bool) -> bool:
+        """Let writes to a file go past the page cache, or no longer; False if its file system refuses.
+
+        Those that do must be aligned: their memory, their offset and their length.
+        """
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT if bypass else flags & ~os.O_DIRECT)
+        except OSError:
+            return False
+        return True
 
     def fsync(self, handle: int) -> None:
         """Make a file's content durable."""

@@ -423,6 +423,8 @@ class Collect(Struct, frozen=True, array_like=True, tag="collect"):
 
     version: int
     tidy: bool = False
+    kept: tuple[int, ...] = ()
+    """With ``tidy``: the versions since the last baseline that must stay restorable, ascending."""
 
 
 DAMAGED = "damaged"

@@ -300,12 +300,13 @@ class SaveCoordinator:
         tidy = save.stage == "tidying"
         # Beats do not show whether files are rearranged.
         patience = self._plan.timing.beat_seconds if tidy else self._plan.timing.retry_seconds
+        kept = self._kept_versions() if tidy else ()
         for server in supervisor.servers:
             ready = tidy or (server.beat is not None and server.beat.saved == save.version)
             retry = save.retries.setdefault(server.slot, Retry(patience))
             if ready and retry.is_due(now) and server.slot not in save.answers:
                 retry.again(now)
-                supervisor.send(server.slot, Collect(save.version, tidy))
+                supervisor.send(server.slot, Collect(save.version, tidy, kept))
         if len(save.answers) < self._plan.servers:
             return
         errors = [(a.message.error, a.message.kind) for a in save.answers.values() if a.message.error]
@@ -324,6 +325,12 @@ class SaveCoordinator:
             self._outcome = start(self._runs, lambda: self._replace(save))
         else:
             self._finish(save, supervisor)
+
+    def _kept_versions(self) -> tuple[int, ...]:
+        """The versions since the last baseline; servers would have to read the manifest for them."""
+        assert self._publisher is not None
+        catalog = self._publisher.catalog
+        return tuple(catalog.versions_from(catalog.newest.era)) if catalog.newest is not None else ()
 
     def _note_tidied(self, answers: Sequence[Saved]) -> None:
         assert self._publisher is not None

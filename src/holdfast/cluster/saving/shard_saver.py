@@ -183,8 +183,13 @@ class ShardSaver:
             self._thaw(save)
         return save.version if save is not None and save.written else 0
 
-    def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
-        """The report on a version, or on its tidying, for the supervisor; None: not ready yet."""
+    def collect(
+        self, version: int, *, tidy: bool, kept: Sequence[int] = ()
+    ) -> tuple[Saved, Sequence[Frame]] | None:
+        """The report on a version, or on its tidying, for the supervisor; None: not ready yet.
+
+        With ``tidy``, ``kept`` are the versions since the last baseline that must stay restorable.
+        """
         save = self._save
         if save is None or save.version != version:
             # Nobody waits for a report on an older version; a version that is done is tidy.
@@ -207,7 +212,7 @@ class ShardSaver:
         self.confirm(version, 0)  # the supervisor asks this once a manifest has the version
         if not save.tidy_asked:
             save.tidy_asked = True
-            self._runs.submit(lambda: self._tidy(save))
+            self._runs.submit(lambda: self._tidy(save, kept))
         if not save.tidied:
             return None
         note = _encoded(save.tidy)
@@ -349,10 +354,9 @@ class ShardSaver:
             log.warning("server %d reloads its list of files: %r", self._slot, error)
             self._shard = None
 
-    def _tidy(self, save: _Save) -> None:
+    def _tidy(self, save: _Save, kept: Sequence[int]) -> None:
         try:
             if save is self._save and self._shard is not None:
-                kept = [v.version for v in read_newest(self._store).versions if v.version >= self._shard.base]
                 if save.baseline and not self._has_restored:
                     self._measure_reading(save)
                 save.tidy = self._shard.tidy(self._store, save.version, kept)

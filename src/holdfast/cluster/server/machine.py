@@ -87,8 +87,13 @@ class Saver(Protocol):
     def saved(self) -> int:
         """The newest version whose files are durable, or could not be written."""
 
-    def collect(self, version: int, *, tidy: bool) -> tuple[Saved, Sequence[Frame]] | None:
-        """The report on a version for the supervisor; None: not ready yet."""
+    def collect(
+        self, version: int, *, tidy: bool, kept: Sequence[int] = ()
+    ) -> tuple[Saved, Sequence[Frame]] | None:
+        """The report on a version for the supervisor; None: not ready yet.
+
+        With ``tidy``, ``kept`` are the versions since the last baseline that must stay restorable.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +452,7 @@ class Server:
         elif isinstance(message, NoCopy | CanResend):
             self._installing.answered(source, message)
         elif isinstance(message, Collect) and self.saver is not None:
-            return self.saver.collect(message.version, tidy=message.tidy) or (None, ())
+            return self.saver.collect(message.version, tidy=message.tidy, kept=message.kept) or (None, ())
         elif self.replicator is not None and self.stripes is not None:
             self._protect(self.replicator, self.stripes, envelope)
         return None, ()
