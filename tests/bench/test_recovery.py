@@ -32,6 +32,7 @@ def test_a_death_is_measured() -> None:
     assert death.before > 0
     assert idle.full_seconds > 0
     assert idle.megabytes_per_second > 0
+    assert idle.megabytes_per_cpu_second > 0
 
 
 def test_how_much_slower_training_was() -> None:

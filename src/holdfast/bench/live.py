@@ -170,6 +170,13 @@ class LiveJob:
         os.kill(pid, signal.SIGKILL)
         return at
 
+    def server_cpu_seconds(self, slot: int) -> float:
+        """Processor time of the process that now fills a slot."""
+        (pid,) = (
+            pid for peer, pid in self._engine.pids().items() if (peer.role, peer.slot) == ("server", slot)
+        )
+        return cpu_seconds(pid)
+
     def wait_for_spares(self) -> None:
         """Until the processes that wait for others to die have loaded what they need."""
         self.wait(lambda status: status.phase in ("running", "holding"), "the start of the job")
@@ -193,6 +200,12 @@ class LiveJob:
         self.thaw()
         self._thread.join()
         self._folder.cleanup()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process."""
+    # The kernel's number of a process's clock, as clock_getcpuclockid(3) makes it.
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def happened(status: Status, event: str, since: float = 0.0) -> list[Happening]:

@@ -207,6 +207,8 @@ class Idle:
     full_seconds: float
     megabytes_per_second: float
     """Of rows."""
+    megabytes_per_cpu_second: float
+    """Of rows, by the processor time of the replacement alone, its start included."""
 
 
 class Victims:
@@ -249,7 +251,8 @@ class Victims:
             happened(whole, f"server_{what}", killed) for what in ("started", "recovered")
         )
         megabytes = _server_bytes(self.job.plan, slot) / 1e6
-        return Idle(full - started.at, megabytes / (recovered.at - started.at))
+        used = self.job.server_cpu_seconds(slot)
+        return Idle(full - started.at, megabytes / (recovered.at - started.at), megabytes / used)
 
     def death(self, seconds: float) -> Death:
         """One death, after so long, while workers train."""
@@ -401,8 +404,8 @@ def _chunks(report: Report, scale: Scale) -> None:
             deaths = [victims.death(scale.seconds) for _ in range(scale.kills)]
             decoded = []
             if name == "usual":
-                decoded = [victims.idle().megabytes_per_second for _ in range(scale.kills)]
-        report.raw[f"recovery.chunk_{name}"] = {"deaths": deaths, "decode_megabytes_per_second": decoded}
+                decoded = [victims.idle() for _ in range(scale.kills)]
+        report.raw[f"recovery.chunk_{name}"] = {"deaths": deaths, "decoded": decoded}
         full = Spread.of([death.full_seconds for death in deaths])
         what = f"{CHUNK_BYTES >> 20} MB of" if name == "usual" else name
         report.figure(f"recovery.chunk_{name}.full_seconds", full, f"{what} rows at a time, unthrottled")
@@ -413,5 +416,9 @@ def _chunks(report: Report, scale: Scale) -> None:
             figure = f"recovery.shared.k{scale.chunk_k}.checkpoint60_average_over_ec.unthrottled"
             report.figure(figure, average / full.median, "with no regard for the training meanwhile")
         if decoded:
-            note = "of records, unthrottled, while workers wait"
-            report.figure("recovery.decode_megabytes_per_second", Spread.of(decoded), note)
+            speeds = [one.megabytes_per_second for one in decoded]
+            note = "of records, unthrottled, while workers wait; all servers share the processors"
+            report.figure("recovery.decode_megabytes_per_second", Spread.of(speeds), note)
+            alone = [one.megabytes_per_cpu_second for one in decoded]
+            note = "by the replacement's processor time: if it had a processor of its own"
+            report.figure("recovery.decode_megabytes_per_cpu_second", Spread.of(alone), note)

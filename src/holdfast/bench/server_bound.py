@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.bench.harness import Report, Spread, interleave, ratio
-from holdfast.bench.live import BATCH, WORKERS, preset_config, with_servers
+from holdfast.bench.live import BATCH, WORKERS, cpu_seconds, preset_config, with_servers
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.envelope import Envelope, Frame
 from holdfast.cluster.protocol.messages import (
@@ -409,8 +409,7 @@ class Processes:
 
     def _used(self) -> float:
         """Processor time of all threads of all servers, in seconds."""
-        # The kernel's number of a process's clock, as clock_getcpuclockid(3) makes it.
-        return sum(time.clock_gettime(~pid << 3 | 2) for pid in self._pids)
+        return sum(map(cpu_seconds, self._pids))
 
 
 class _Pusher:

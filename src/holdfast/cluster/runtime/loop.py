@@ -93,7 +93,12 @@ def send_outbox(node: Node, transport: ZmqTransport) -> None:
     node.outbox.clear()
 
 
-def memory_bytes() -> int:
-    """Resident memory of this process."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory_bytes(arena: Arena | None = None) -> int:
+    """Resident memory of this process; of memory that processes share, only its own."""
+    if arena is None:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/status", "rb") as file:
+        fields = dict(line.split(b":", 1) for line in file)
+    kibibytes = int(fields[b"VmRSS"].split()[0]) - int(fields[b"RssShmem"].split()[0])
+    return kibibytes * 1024 + arena.resident_bytes()

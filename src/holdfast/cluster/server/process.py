@@ -58,7 +58,7 @@ def run(assignment: Assignment) -> None:
             transport.endpoint,
             fresh=fresh,
             counters=transport.counters,
-            measure=lambda: (memory_bytes(), time.process_time()),
+            measure=lambda: (memory_bytes(arena), time.process_time()),
             pressure=_Pressure(),
             rounds=True,
             witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,

@@ -21,6 +21,7 @@ from holdfast.cluster.protocol.envelope import Envelope, Frame, as_array
 from holdfast.cluster.protocol.messages import Instant, Peer
 from holdfast.cluster.protocol.stripe_messages import Differences, StripePart, Syndromes
 from holdfast.cluster.protocol.wire import Header, Message, encode
+from holdfast.cluster.runtime.loop import memory_bytes
 from holdfast.cluster.runtime.transport.packing import _PREFIX
 from holdfast.cluster.runtime.transport.private import private_folder
 from holdfast.cluster.runtime.transport.shared import (
@@ -163,6 +164,16 @@ class TestSharedView:
                 SharedView(Offer(JOB, OWNER, os.getpid(), handle, 4096))
         finally:
             os.close(handle)
+
+
+def test_memory_of_others_does_not_count(arena: Arena) -> None:
+    other = Arena(SMALL_ARENA)
+    before = memory_bytes(arena)
+    other.allocate(32 << 20)[:] = 1
+    assert memory_bytes(arena) < before + (16 << 20)
+    mine = arena.allocate(32 << 20)
+    mine[:] = 1
+    assert memory_bytes(arena) > before + (16 << 20)
 
 
 class Pair:
