@@ -24,6 +24,7 @@ from holdfast.cluster.server.machine import Server
 from holdfast.cluster.supervisor import machine, members
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.cluster.worker import calls
+from holdfast.kernels.memory import read_only
 from holdfast.sim.cluster import Cluster, counting_plan
 from holdfast.sim.schedule import SERVER_KINDS, protected_plan_of, simulate
 from holdfast.tables import changes
@@ -283,7 +284,7 @@ def parities_change_too_early(patch: pytest.MonkeyPatch) -> None:
 
     def change(self: Any, t: int, member: int, blocks: Any, differences: Any) -> None:
         places = self._places(t, blocks)
-        self.code.update(self.records, places, t, member, parity.read_only(differences))
+        self.code.update(self.records, places, t, member, read_only(differences))
 
     patch.setattr(parity.ParityShard, "change", change)
 

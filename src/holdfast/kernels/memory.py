@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,13 @@ _LINE_WORDS = LINE // 4
 def new_bytes(size: int) -> Bytes:
     """Uninitialized memory of this process alone."""
     return np.empty(size, np.uint8)
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """A read-only view: for a mixture of both kinds Numba would compile every loop twice."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def aligned_empty(size: int) -> NDArray[np.uint8]:

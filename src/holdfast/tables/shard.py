@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdfast.kernels import ids as id_loops
 from holdfast.kernels import update
-from holdfast.kernels.memory import Bytes, aligned_zeros, new_bytes
+from holdfast.kernels.memory import Bytes, aligned_zeros, new_bytes, read_only
 from holdfast.tables.changes import Changes
 from holdfast.tables.first_values import drawing
 from holdfast.tables.optimizers import updater
@@ -174,7 +174,7 @@ class GroupShard:
         records = self._shaped(records, np.uint32, len(places), self.plan.words, "records")
         places = self._checked(places, self._seen)
         self._announce(places)
-        update.put_records(self.records, places, _read_only(records))
+        update.put_records(self.records, places, read_only(records))
         id_loops.mark_rows(self.marks, places, 0, len(self.records))
 
     def field(self, name: str) -> NDArray[Any]:
@@ -236,14 +236,6 @@ def _in_order(array: NDArray[Any]) -> NDArray[Any]:
     """The same, contiguous and aligned: what messages bring is so already, and ``np.require`` is slow."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=["C", "A"])
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """A read-only view: for a mixture of both kinds Numba would compile every loop twice."""
-    if array.flags.writeable:
-        array = array.view()
-        array.flags.writeable = False
-    return array
 
 
 def digest(shards: Sequence[GroupShard]) -> str:

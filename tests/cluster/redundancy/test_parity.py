@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from holdfast.cluster.redundancy.parity import ParityShard, Records, read_only
+from holdfast.cluster.redundancy.parity import ParityShard, Records
 from holdfast.coding.placement import Placement
+from holdfast.kernels.memory import read_only
 from holdfast.tables.first_values import first_records
 from tests.cluster.redundancy.harness import coefficient, plan_of
 from tests.coding.field import randoms, times

@@ -9,7 +9,7 @@ from holdfast.coding.code import check_records
 from holdfast.coding.codes import code_for
 from holdfast.coding.placement import Placement
 from holdfast.kernels import coding as loops
-from holdfast.kernels.memory import aligned_zeros
+from holdfast.kernels.memory import aligned_zeros, read_only
 from holdfast.tables.first_values import first_records
 from holdfast.tables.plan import GroupPlan
 
@@ -138,10 +138,3 @@ class ParityShard:
 
     def _places(self, parity: int, blocks: Blocks) -> NDArray[np.int64]:
         return blocks.astype(np.int64) * self.placement.r + parity
-
-
-def read_only(records: Records) -> Records:
-    """A read-only view: for a mixture of both kinds Numba would compile every loop twice."""
-    view = records.view()
-    view.flags.writeable = False
-    return view

@@ -30,10 +30,10 @@ from holdfast.cluster.protocol.stripe_messages import (
     Values,
 )
 from holdfast.cluster.protocol.wire import Message
-from holdfast.cluster.redundancy.parity import Blocks, ParityShard, Records, read_only
+from holdfast.cluster.redundancy.parity import Blocks, ParityShard, Records
 from holdfast.cluster.redundancy.replicator import Replicator
 from holdfast.cluster.redundancy.throttle import Throttle
-from holdfast.kernels.memory import Bytes, new_bytes
+from holdfast.kernels.memory import Bytes, new_bytes, read_only
 
 _READ_AGAIN_SECONDS = 0.25
 _MOST_JOBS = 1024

@@ -30,7 +30,7 @@ from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, FrozenRows, de
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.priority import large_tables, make_priority
 from holdfast.checkpoint.reading.speed import measure_reading
-from holdfast.checkpoint.saving.row_copies import file_bytes
+from holdfast.checkpoint.saving.row_copies import compile_loops, file_bytes
 from holdfast.checkpoint.saving.shard_rows import (
     Cancellation,
     IncrementRows,
@@ -123,6 +123,12 @@ class ShardSaver:
         self._has_restored = False
         self._increment = IncrementRows(policy, [group.rows for group in table_groups(plan)])
         self._rankings = rankings(self._shards[: self._tables], policy.prioritize, policy.fraction)
+        if self._all_bytes() > copy_on_write.COPIED_BYTES:
+            compile_loops()  # before the job starts: at the first cut, pushes would wait for it
+
+    def _all_bytes(self) -> int:
+        """Size of all records of tables."""
+        return sum(shard.records.nbytes for shard in self._shards[: self._tables])
 
     def touched(self, group: int, places: NDArray[np.uint32]) -> None:
         """Note that a push has updated these rows."""
@@ -265,7 +271,7 @@ class ShardSaver:
     def _copy_rows(self, save: _Save) -> None:
         """Copy the rows of tables that a version contains; many are read while it is written."""
         shards = self._shards[: self._tables]
-        all_bytes = sum(shard.records.nbytes for shard in shards)
+        all_bytes = self._all_bytes()
         limit = self._max_memory or default_max_memory(all_bytes)
         if save.baseline:
             if all_bytes > copy_on_write.COPIED_BYTES:
