@@ -6,7 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -476,6 +476,21 @@ def test_saves_that_are_cancelled(tmp_path: Path, strategy: str) -> None:
             numbers = {manifests.version_of(i.name) for f in ("chunks/", "dense/") for i in store.list(f)}
         assert not numbers & set(cancelled)
         assert resumed(plan).resume is not None
+
+
+def test_loops_for_large_tables_are_loaded_before_the_job_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+    monkeypatch.setattr(shard_saver, "compile_loops", lambda: loaded.append(1))
+    plan = saved_plan(job(servers=1, workers=1, atomic=False), config(tmp_path))
+    shards = [GroupShard(group, Placement(1), 0, 0) for group in plan.groups]
+    size = sum(shard.records.nbytes for shard in shards)
+    with LocalStore(str(tmp_path / "store"), create=True, files=QuickFiles()) as store:
+        for limit, expected in ((size, []), (size - 1, [1])):
+            monkeypatch.setattr(copy_on_write, "COPIED_BYTES", limit)
+            ShardSaver(plan, 0, shards, store, cast("Any", None))
+            assert loaded == expected
 
 
 def test_a_server_stops_writing_what_another_cut_replaces(
