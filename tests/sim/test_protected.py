@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -306,7 +306,19 @@ def memory_is_used_again_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OutLane, "send", forget)
 
 
+def flushes_are_forgotten_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Owners wait for each parity server's share alone, not until all of them have the flush."""
+    advance = Replicator._advance
+
+    def forget(replicator: Replicator) -> None:
+        replicator._unstable = deque((instant, []) for instant, _ in replicator._unstable)
+        advance(replicator)
+
+    patch.setattr(Replicator, "_advance", forget)
+
+
 GUARDS = {
+    flushes_are_forgotten_too_early: 831,
     memory_is_used_again_too_early: 3,
     nothing_is_undone: 43,
     the_most_counts: 25,

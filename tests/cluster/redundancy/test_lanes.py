@@ -3,8 +3,6 @@ not more traffic than needed."""
 
 from __future__ import annotations
 
-import weakref
-
 import numpy as np
 import pytest
 
@@ -71,19 +69,6 @@ class TestOwner:
         assert lane.flush == 1
         lane.acknowledge(3, 0.0)
         assert lane.flush == 2
-
-    def test_arrays_of_a_flush_are_kept_until_its_last_message_is_acknowledged(self) -> None:
-        """A parity server applies it then, and reads them where they are."""
-        lane = out_lane()
-        arrays = [np.zeros(1), np.zeros(1)]
-        kept = [weakref.ref(array) for array in arrays]
-        lane.send(flush(1, 1, more=True), [arrays[0]], 0.0)
-        lane.send(flush(2, 1), [arrays[1]], 0.0)
-        del arrays
-        lane.acknowledge(1, 0.0)
-        assert None not in [array() for array in kept]
-        lane.acknowledge(2, 0.0)
-        assert [array() for array in kept] == [None, None]
 
     def test_only_differences_are_flushes(self) -> None:
         lane = out_lane()

@@ -6,6 +6,7 @@ and 2; with 2 + 2 on four, at servers 1, 2 and 3.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from typing import Any
 
@@ -728,3 +729,37 @@ def test_a_view_of_an_older_incarnation_changes_nothing() -> None:
     servers[1].adopt(replace(servers.view, servers=(ServerInView(0, 1), *servers.view.servers[1:])))
     assert one.peer(0) == Peer("server", 0, 2)
     assert one.progress(0).incarnation == 2
+
+
+class TestMemoryOfAFlush:
+    """Parity servers of the same machine read it where the owner has it (``runtime.transport.shared``)."""
+
+    def test_it_stays_until_all_parity_servers_have_the_flush(self) -> None:
+        """Also those of which it changes nothing: as long as one lacks it, others may have to undo it."""
+        servers = begun()
+        servers[0].push([0])
+        servers[0].flush()
+        changes = servers.take(Differences)
+        (changed,) = (e for e in changes if message_of(e, Differences).parts)
+        (empty,) = (e for e in changes if e is not changed)
+        array = np.asarray(changed.frames[1])
+        place, content = array.ctypes.data, array.tobytes()
+        servers.hand(changed)
+        for lane in servers[changed.target.slot].replicator._in.values():
+            lane.log.clear()  # in another process: what it remembers does not count here
+        del changed, changes, array
+        servers.deliver(Taken)
+        self.push_on(servers)
+        assert ctypes.string_at(place, len(content)) == content
+        servers.hand(empty)
+        servers.deliver()
+        self.push_on(servers)
+        assert ctypes.string_at(place, len(content)) != content, "it is used again"
+
+    def push_on(self, servers: Servers) -> None:
+        for _ in range(4):
+            servers[0].push([0])
+            servers[0].flush()
+            late = servers.take(Differences)
+            servers.hand(*(e for e in late if message_of(e, Differences).parts))
+            servers.deliver(Taken)

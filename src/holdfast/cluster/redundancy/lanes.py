@@ -37,9 +37,6 @@ class OutLane:
     """When to send it again."""
     _number: int = 0
     _waiting: deque[Envelope] = field(default_factory=deque)
-    _begun: list[Envelope] = field(default_factory=list)
-    """Messages that were acknowledged, of a flush that has not been as a whole. Until then its arrays must
-    not change: the parity server may read them where they are."""
 
     @property
     def next_number(self) -> int:
@@ -66,14 +63,10 @@ class OutLane:
         """Process an acknowledgement of everything up to this number."""
         taken = False
         while self._waiting and _number_of(self._waiting[0]) <= number:
-            envelope = self._waiting.popleft()
-            message = envelope.message
+            message = self._waiting.popleft().message
             taken = True
-            if isinstance(message, Differences):
-                self._begun.append(envelope)
-                if not message.more:
-                    self._begun.clear()
-                    self.flush = message.instant.flush
+            if isinstance(message, Differences) and not message.more:
+                self.flush = message.instant.flush
         if taken:
             self.since = now
             self.retry.ease(now)

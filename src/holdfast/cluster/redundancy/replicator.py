@@ -46,6 +46,7 @@ from holdfast.cluster.protocol.stripe_messages import (
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.redundancy.lanes import InLane, OutLane
 from holdfast.cluster.redundancy.parity import Blocks, ParityShard, Records
+from holdfast.tables.changes import MemberChange
 from holdfast.tables.shard import GroupShard
 
 _Share = tuple[StripePart, Blocks, Records]
@@ -108,7 +109,9 @@ class Replicator:
         self._started: dict[int, int] = {}
         self._parity_servers = set(self._neighbours(parities=True))
         self._owners = set(self._neighbours(parities=False))
-        self._unstable: deque[Instant] = deque()
+        self._unstable: deque[tuple[Instant, list[MemberChange]]] = deque()
+        """Flushes that some parity server lacks. Others may have to undo them, and read them where they are: until
+        then their arrays must not change."""
         self._kept = self._flushed = Instant()
         self._pending_since: float | None = None
         self._pending_pushes = 0
@@ -165,15 +168,18 @@ class Replicator:
         self._pending_pushes = 0
         self.flushes += 1
         self._flushed = self._instant()
-        self._unstable.append(self._flushed)
+        changes: list[MemberChange] = []
         shares: dict[int, list[_Share]] = {slot: [] for slot in self._out}
         for g in self.parities:
             placement = self.plan.placements[g]
-            for member, blocks, differences in self._shards[g].changes.take():
+            for change in self._shards[g].changes.take():
+                member, blocks, differences = change
+                changes.append(change)
                 for t in range(placement.r):
                     share = shares.get(placement.parity_server(self.me.slot, member, t))
                     if share is not None:
                         share.append((StripePart(g, t, member, len(blocks)), blocks, differences))
+        self._unstable.append((self._flushed, changes))
         for slot, share in shares.items():
             lane = self._out[slot]
             messages = list(_in_messages(share, self.plan.lanes.most_bytes))
@@ -245,8 +251,8 @@ class Replicator:
 
     def _advance(self) -> None:
         self.stable = min((lane.flush for lane in self._out.values()), default=self.flushes)
-        while self._unstable and self._unstable[0].flush <= self.stable:
-            self._kept = self._unstable.popleft()
+        while self._unstable and self._unstable[0][0].flush <= self.stable:
+            self._kept, _ = self._unstable.popleft()
 
     def _instant(self) -> Instant:
         installed = tuple(g for g, shard in enumerate(self._shards) if shard.installed)

@@ -4,11 +4,11 @@ A server allocates what it sends through lanes (``redundancy.lanes``) in its *ar
 a name. A peer on the same machine maps the file and reads arrays where they are: a message then carries only
 their positions.
 
-An owner must not overwrite an array that a peer still reads. Of lanes, it knows: their messages are kept
-until the peer has acknowledged them, and a flush that all parity servers have acknowledged is never undone.
-So the owner may overwrite an array as soon as no lane of its own refers to it, whatever a peer remembers.
-All other arrays are *loans*: the owner's transport keeps them until the peer's transport returns them, when
-nobody there refers to them any more.
+An owner must not overwrite an array that a peer still reads. Of what is in lanes, it knows: it keeps a
+message until the peer has acknowledged it, and a flush until all parity servers have: then nobody undoes it.
+So the owner may overwrite an array as soon as it does not refer to it, whatever a peer remembers. All other
+arrays are *loans*: the owner's transport keeps them until the peer's transport returns them, when nobody
+there refers to them any more.
 
 The file ends with the last process that has mapped it. A peer opens it through the owner's entry in /proc,
 which the kernel allows only to processes of the same user; where it cannot, arrays are sent as elsewhere.
