@@ -110,7 +110,7 @@ class Replicator:
         self._parity_servers = set(self._neighbours(parities=True))
         self._owners = set(self._neighbours(parities=False))
         self._unstable: deque[tuple[Instant, list[MemberChange]]] = deque()
-        """Flushes that some parity server lacks. Others may have to undo them, and read them where they are: until
+        """Flushes that some parity server lacks. Others may have to undo them, and read them in place: until
         then their arrays must not change."""
         self._kept = self._flushed = Instant()
         self._pending_since: float | None = None
