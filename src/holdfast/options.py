@@ -499,11 +499,14 @@ class Local(Struct, frozen=True, kw_only=True):
         server_processors: numbers of processors that servers have for themselves, as if they were on other
             machines than workers: what they do, recovery included, takes no processor from workers. By
             default all processes share all processors.
+        server_threads: how many threads of a server read and update rows, 1 to 64. More help where workers
+            wait for servers and processors are free; results are the same to the bit.
         bind: where processes listen: "ipc", Unix sockets in a folder that only this user can enter; or a TCP
             address without a port, such as "tcp://127.0.0.1", on which every connection is encrypted.
     """
 
     server_processors: Sequence[int] = ()
+    server_threads: int = 1
     bind: str = "ipc"
 
 

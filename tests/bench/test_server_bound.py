@@ -22,6 +22,7 @@ from holdfast.bench.server_bound import (
     Side,
     measure,
 )
+from holdfast.kernels import teams
 from holdfast.tables.shard import digest
 
 SMALL = Scale(200, FLUSH, 1, (Case("kaggle", 3, (Side("ecrm", 2), Side("ecrec", 2))),))
@@ -35,6 +36,8 @@ def test_every_claimed_figure() -> None:
         for figure in ("cost", "step_cost", "machine_cost", "bytes_minimum"):
             assert report.figures[f"server_bound.kaggle.{side.name}.{figure}"] > 0
     assert {f"server_bound.none.servers{count}.cost" for count in (2, 5)} <= report.figures.keys()
+    for figure in ("speedup", "cost", "machine_speedup", "ecrm.k4.machine_speedup"):
+        assert 0.1 < report.figures[f"server_bound.threads2.{figure}"] < 10
     report.to_json()
 
 
@@ -63,6 +66,26 @@ def test_parities_follow_while_machines_run() -> None:
         assert server.replicator.flushes == 1
         assert server.replicator.stable == 1
         assert server.replicator.kept(0) == FLUSH // 2
+
+
+def test_threads_leave_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and parities, and the time on the clock is that of each window."""
+    monkeypatch.setattr(teams, "LEAST_BYTES", 1)
+    pushes = Pushes.of("kaggle", 3, Side("ecrec", 2), SMALL)
+    assert pushes.with_threads(2).plan.server_threads == 2
+    assert pushes.with_threads(2).shares is pushes.shares
+    one, two = Machines(pushes), Machines(pushes, teams.Team(2))
+    for machines in (one, two):
+        machines.window()
+        machines.window()
+        assert len(machines.walls) == 2
+        assert min(machines.walls) > 0
+    for a, b in zip(one.servers, two.servers, strict=True):
+        assert digest(a.shards) == digest(b.shards)
+        assert a.replicator is not None
+        assert b.replicator is not None
+        for group, parity in a.replicator.parities.items():
+            np.testing.assert_array_equal(parity.records, b.replicator.parities[group].records)
 
 
 def test_the_bytes_that_must_move() -> None:

@@ -122,6 +122,7 @@ def test_processors_of_servers() -> None:
         job = hf.Job(network(), reader(), engine=hf.Local(server_processors=wanted))
         with pytest.raises(ConfigError, match=r"job\.server_processors is \[.*\]: expected some of"):
             plan_job(job.config)
+    assert plan_job(hf.Job(network(), reader(), engine=hf.Local(server_threads=3)).config).server_threads == 3
     code = hf.ErasureCode(2, 1)
     together = plan_job(hf.Job(network(), reader(), protection=code).config)
     assert (together.server_processors, together.lanes.share) == ((), 0.3)

@@ -127,6 +127,25 @@ def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
     assert records[0] == records[1] != ""
 
 
+def test_servers_with_threads_leave_the_same_bits(tmp_path: Path) -> None:
+    """Also if one dies: its rows are recovered from parities that threads have changed."""
+    values = [
+        "data.samples=200000", "data.max_rows=20000", "batch_size=2048", "optimizer.name=adam",
+        "job.servers=3", "job.workers=1", "job.staleness=0", "job.protection={kind: erasure-code, k: 2}",
+        "data.test_samples=256", "max_steps=80",
+    ]  # fmt: skip
+    records = []
+    for threads, turns in ((1, []), (2, [(1,)])):
+        folder = tmp_path / str(threads)
+        folder.mkdir()
+        engine = LocalLauncher(folder)
+        killer = Killer(engine, list(turns), every=30)
+        plan = plan_job(load(None, [*values, f"job.server_threads={threads}"]))
+        records.append(run(plan, folder, engine, killer).records)
+        assert killer.killed == len(turns)
+    assert records[0] == records[1] != ""
+
+
 @pytest.mark.parametrize(
     ("protection", "dead", "says"),
     [

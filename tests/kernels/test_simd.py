@@ -96,9 +96,10 @@ def run_python(*arguments: str, **environment: str) -> None:
 
 @pytest.mark.skipif(not simd.VECTORS, reason="this is the run with scalars")
 def test_scalars_give_the_same_bits() -> None:
-    """All tests here and of the codecs' loops, golden checksums included, without vectors."""
+    """All tests here, of the codecs' loops, golden checksums included, and of threads, without vectors."""
     run_python("-c", "from holdfast.kernels import simd; assert not simd.VECTORS", HOLDFAST_SIMD="0")
-    tests = [str(HERE), str(HERE.with_name("test_quantize.py"))]
+    threads = HERE.parents[1] / "tables" / "test_threads.py"
+    tests = [str(HERE), str(HERE.with_name("test_quantize.py")), str(threads)]
     run_python("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, HOLDFAST_SIMD="0")
 
 

@@ -147,6 +147,11 @@ def test_the_demonstration() -> None:
             "job={servers: 2, server_processors: [-1]}",
             r"job\.server_processors\[0\]: expected `int` >= 0",
         ),
+        ("job={servers: 2, server_threads: 0}", r"job\.server_threads: expected `int` >= 1"),
+        (
+            "job={servers: 2, server_threads: 65}",
+            r"job\.server_threads: expected `int` <= 64",
+        ),
         ("job={servers: 4, protection: 4+1}", r"job\.servers is 4, but a code of 4 \+ 1 needs 5 servers"),
         ("job={servers: 4, protection: 2+4}", r"r is 4: expected 1 to 3 parities"),
         ("job={servers: 4, protection: twice}", r"protection 'twice': expected K\+R, such as 2\+1"),
@@ -196,6 +201,7 @@ OF_JOBS = {
     "kill": ("[]", "[server:0@step:3]"),
     "silent_seconds": ("10", "3"),
     "server_processors": ("[]", "[0]"),
+    "server_threads": ("1", "2"),
     "compare_recovered": ("false", "true"),
 }
 

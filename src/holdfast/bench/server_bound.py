@@ -8,6 +8,10 @@ A cost is the servers' processor time, relative to that without protection:
 - ``cost`` is that of server processes, with their transport: this process sends the pushes over ZeroMQ.
 - ``machine_cost`` is that of the servers' state machines alone, all in this process, without sockets.
 - ``step_cost`` is ``cost`` if workers also pull the rows before they push, as in training.
+- ``threads2.speedup`` is how many times faster a window passes on the clock if the only server, on all cores,
+  has two threads instead of one; ``threads2.cost`` is what it takes of the processors. The process that sends
+  the pushes runs on the same cores. ``threads2.machine_speedup`` and the same of ``ecrm.k4``, with the state
+  machines of five servers, are those of the servers' code alone, in this process.
 - ``bytes_minimum`` is computed: a gradient and a record are read and the record is written for every row of a
   push; for all pushes of a flush together, each different record's difference is sent to every parity server,
   where a parity is read and written.
@@ -30,6 +34,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from holdfast.bench.harness import Report, Spread, interleave, ratio
@@ -65,6 +70,7 @@ from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.cluster.server.machine import Server
 from holdfast.data.reader import Batch
 from holdfast.errors import HoldfastError
+from holdfast.kernels.teams import ALONE, Team
 from holdfast.options import ErasureCode, NoProtection, Protection, Replication
 from holdfast.tables.lookup import Placer
 from holdfast.training.readers import build_readers
@@ -152,7 +158,7 @@ def run(report: Report) -> None:
 
 
 def measure(report: Report, scale: Scale) -> None:
-    """All cases, then one server against several."""
+    """All cases, then one server against several, and one thread against two."""
     report.settings.update(
         batch_size=BATCH, max_rows=scale.max_rows, workers=WORKERS, optimizer="momentum",
         pushes=scale.pushes, rounds=scale.rounds,
@@ -161,6 +167,7 @@ def measure(report: Report, scale: Scale) -> None:
         _compare(report, case, scale)
         report.save()
     _one_server(report, scale)
+    _threads(report, scale)
 
 
 def _compare(report: Report, case: Case, scale: Scale) -> None:
@@ -220,6 +227,32 @@ def _one_server(report: Report, scale: Scale) -> None:
         report.figure(f"server_bound.none.servers{count}.cost", more, "without protection, against one")
 
 
+def _threads(report: Report, scale: Scale) -> None:
+    """What a second thread gains, and what it costs."""
+    threads = {"threads1": 1, "threads2": 2}
+    pushes = Pushes.of("terabyte", 1, NONE, scale)
+    with ExitStack() as stack:
+        running = {
+            name: stack.enter_context(processes(pushes.with_threads(count), pinned=False))
+            for name, count in threads.items()
+        }
+        used = _windows({name: side.window for name, side in running.items()}, scale.rounds)
+    walls = {name: side.walls[-scale.rounds :] for name, side in running.items()}
+    report.raw["server_bound.threads"] = {"used": used, "walls": walls}
+    report.figure("server_bound.threads1.wall_ms", Spread.of(walls["threads1"]), "a push, one server")
+    speedup = ratio(walls["threads1"], walls["threads2"])
+    report.figure("server_bound.threads2.speedup", speedup, "one server, on the clock")
+    report.figure("server_bound.threads2.cost", ratio(used["threads2"], used["threads1"]), "processor time")
+    for servers, side in ((1, NONE), (5, Side("ecrm", 4))):
+        pushes = Pushes.of("terabyte", servers, side, scale)
+        machines = {name: Machines(pushes, Team(count)) for name, count in threads.items()}
+        _windows({name: one.window for name, one in machines.items()}, scale.rounds)
+        walls = {name: one.walls[-scale.rounds :] for name, one in machines.items()}
+        where = f"server_bound.threads2{'' if side == NONE else f'.{side.name}'}.machine_speedup"
+        report.raw[where] = walls
+        report.figure(where, ratio(walls["threads1"], walls["threads2"]), "the servers' code alone")
+
+
 # Pushes
 
 
@@ -239,6 +272,10 @@ class Pushes:
         reader, _ = build_readers(config)
         batches = [batch for batch, _ in zip(reader, range(scale.pushes), strict=False)]
         return cls(plan, list(_shares(plan, batches)))
+
+    def with_threads(self, threads: int) -> Pushes:
+        """The same pushes to servers with so many threads."""
+        return Pushes(replace(self.plan, server_threads=threads), self.shares)
 
     def bytes_minimum(self) -> float:
         """What must move for all pushes: see the module."""
@@ -294,11 +331,18 @@ def _push(plan: JobPlan, sequence: int, part: Part) -> Push:
 
 
 class Machines:
-    """The servers of a job in this process; messages between them are handed over."""
+    """The servers of a job in this process; messages between them are handed over.
 
-    def __init__(self, pushes: Pushes) -> None:
+    Attributes:
+        walls: milliseconds on the clock for a push, of each window.
+    """
+
+    def __init__(self, pushes: Pushes, team: Team = ALONE) -> None:
         self._plan, self._pushes = pushes.plan, pushes
-        self.servers = [Server(Peer("server", slot, 1), self._plan) for slot in range(self._plan.servers)]
+        self.walls: list[float] = []
+        self.servers = [
+            Server(Peer("server", slot, 1), self._plan, team=team) for slot in range(self._plan.servers)
+        ]
         self._sequences = [0] * WORKERS
         self._now = 0.0
         view = _view(self._plan, [""] * self._plan.servers)
@@ -306,7 +350,7 @@ class Machines:
 
     def window(self) -> float:
         """Milliseconds of processor time for a push."""
-        started = time.process_time()
+        started, began = time.process_time(), time.perf_counter()
         for number, shares in enumerate(self._pushes.shares):
             self._now += 1e-3
             worker = Peer("worker", number % WORKERS, 1)
@@ -320,6 +364,7 @@ class Machines:
             )
             if self._plan.atomic:
                 self._deliver([Envelope(worker, server.me, Commit(sequence)) for server in self.servers])
+        self.walls.append((time.perf_counter() - began) / len(self._pushes.shares) * 1000)
         return (time.process_time() - started) / len(self._pushes.shares) * 1000
 
     def _deliver(self, envelopes: list[Envelope]) -> None:
@@ -336,8 +381,8 @@ class Machines:
 
 
 @contextlib.contextmanager
-def processes(pushes: Pushes) -> Iterator[Processes]:
-    """Server processes, each on one core, and a transport for each worker."""
+def processes(pushes: Pushes, *, pinned: bool = True) -> Iterator[Processes]:
+    """Server processes, each on one core or all on all cores, and a transport for each worker."""
     plan = pushes.plan
     with (
         private_folder() as sockets,
@@ -363,7 +408,8 @@ def processes(pushes: Pushes) -> Iterator[Processes]:
             supervisor.send(Envelope(_SUPERVISOR, Peer("server", slot, 1), view))
             for worker in workers:
                 worker.connect("server", slot, endpoint)
-        yield Processes(pushes, supervisor, [_Pusher(worker, plan) for worker in workers], engine.pids())
+        pushers = [_Pusher(worker, plan) for worker in workers]
+        yield Processes(pushes, supervisor, pushers, engine.pids(), pinned=pinned)
 
 
 def _wait_for_beats(supervisor: ZmqTransport, engine: LocalLauncher, servers: int) -> list[str]:
@@ -382,21 +428,32 @@ def _wait_for_beats(supervisor: ZmqTransport, engine: LocalLauncher, servers: in
 
 
 class Processes:
-    """The servers of a job as processes, driven by this one."""
+    """The servers of a job as processes, driven by this one.
+
+    Attributes:
+        walls: milliseconds on the clock for a push, of each window, until all are answered.
+    """
 
     def __init__(
-        self, pushes: Pushes, supervisor: ZmqTransport, workers: Sequence[_Pusher], pids: dict[Peer, int]
+        self,
+        pushes: Pushes,
+        supervisor: ZmqTransport,
+        workers: Sequence[_Pusher],
+        pids: dict[Peer, int],
+        *,
+        pinned: bool,
     ) -> None:
+        self.walls: list[float] = []
         self._pushes, self._supervisor, self._workers = pushes, supervisor, workers
         self._pids = list(pids.values())
         cores = sorted(os.sched_getaffinity(0))
-        for number, pid in enumerate(self._pids):
+        for number, pid in enumerate(self._pids if pinned else ()):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 os.sched_setaffinity(int(thread), {cores[number % len(cores)]})
 
     def window(self, *, pulls: bool = False) -> float:
         """Milliseconds of processor time of all servers for a push, until parities have changed, too."""
-        started = self._used()
+        started, began = self._used(), time.perf_counter()
         waiting = [self._pushes.shares[slot::WORKERS] for slot in range(WORKERS)]
         while any(waiting) or not all(worker.is_free for worker in self._workers):
             for worker, shares in zip(self._workers, waiting, strict=True):
@@ -404,6 +461,7 @@ class Processes:
                     worker.begin(shares.pop(0), pulls=pulls)
                 worker.hear(0.0005)
             self._supervisor.poll(0.0)
+        self.walls.append((time.perf_counter() - began) / len(self._pushes.shares) * 1000)
         time.sleep(_SETTLE_SECONDS)
         return (self._used() - started) / len(self._pushes.shares) * 1000
 

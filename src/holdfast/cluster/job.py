@@ -97,6 +97,7 @@ class Job:
             "servers": servers, "workers": workers, "protection": msgspec.to_builtins(protection),
             "staleness": training.staleness, "bind": engine.bind,
             "kill": [str(one) for one in kill], "server_processors": list(engine.server_processors),
+            "server_threads": engine.server_threads,
         }  # fmt: skip
         self.config = _checked(
             load(

@@ -67,6 +67,7 @@ def plan_job(
         servers=job.servers,
         workers=job.workers,
         server_processors=_processors(job.server_processors),
+        server_threads=job.server_threads,
         atomic=job.protection.atomic,
         staleness=job.staleness,
         timing=timing or Timing(silent_seconds=job.silent_seconds),

@@ -42,3 +42,8 @@ def aligned_zeros(count: int, words: int) -> NDArray[np.uint32]:
     space = np.zeros(count * words + _LINE_WORDS, np.uint32)
     first = -(space.ctypes.data // 4) % _LINE_WORDS
     return space[first : first + count * words].reshape(count, words)
+
+
+def aligned_bits(count: int) -> NDArray[np.uint64]:
+    """A bitmap of so many bits, all zero, that begins at a cache line."""
+    return aligned_zeros(-(-count // 64), 2).reshape(-1).view(np.uint64)

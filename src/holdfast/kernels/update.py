@@ -10,6 +10,10 @@ first time that a record is updated, it is copied as it was. It is four arrays: 
 are copied (without elements if nobody wants to know), then by member (place % k): their blocks (place // k,
 uint32 [k, room]), the copies ([k, room, words], aligned to a cache line), and how many there are (int64 [k]).
 There must be room for all that is updated. ``take_changes`` makes differences of the copies.
+
+Several threads may apply one push: ``part`` of ``parts`` updates its share of the places, whatever thread it
+runs in. No two parts touch the same record or the same word of a bitmap. Each needs ``changes`` of its own,
+but for the bitmap, which is everybody's. With one part, all records are its.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forcei
 
 _AHEAD = 8
 _LINE = 64
+_LINE_BITS = 9  # 2**9 bits are a cache line
 _MOST_ASKED = 1024  # bytes of a record; behind them the processor runs on by itself
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -91,6 +96,13 @@ def _keep(records, words, place, kept):
         count[0] += 1
         carray(pointer(blocks + at * 4), 1, np.uint32)[0] = block
         _copy(copies + at * words * 4, records + place * words * 4, words)
+
+
+@_inlined
+def _is_mine(place, part, parts):
+    """Whether a record is one of this part: those whose bits of ``marks`` share a cache line are together, so
+    that threads do not wait for each other's lines."""
+    return parts == 1 or np.uint32(place >> _LINE_BITS) % np.uint32(parts) == np.uint32(part)
 
 
 @_inlined
@@ -176,16 +188,19 @@ def _sgd(w, g, lr):
 
 
 @compiled
-def update_sgd(records, places, gradients, lr, marks, changes):
+def update_sgd(records, places, gradients, lr, marks, changes, part, parts):
     """w -= lr g"""
     kept = _addresses(changes)
     floats = records.view(np.float32)
     words, dim = records.shape[1], gradients.shape[1]
     first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
+    ahead = _AHEAD * parts
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        if i + _AHEAD < places.shape[0]:
-            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        if i + ahead < places.shape[0] and _is_mine(places[i + ahead], part, parts):
+            _ask(first + np.int64(places[i + ahead]) * words * 4, words * 4)
+        if not _is_mine(places[i], part, parts):
+            continue
         place = np.int64(places[i])
         _begin(first, words, place, marked, kept)
         at, of = first + place * words * 4, gradients.ctypes.data + i * dim * 4
@@ -202,16 +217,19 @@ def _momentum(w, b, g, lr, momentum):
 
 
 @compiled
-def update_momentum(records, places, gradients, lr, momentum, marks, changes):
+def update_momentum(records, places, gradients, lr, momentum, marks, changes, part, parts):
     """b = momentum b + g; w -= lr b"""
     kept = _addresses(changes)
     floats = records.view(np.float32)
     words, dim = records.shape[1], gradients.shape[1]
     first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
+    ahead = _AHEAD * parts
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        if i + _AHEAD < places.shape[0]:
-            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        if i + ahead < places.shape[0] and _is_mine(places[i + ahead], part, parts):
+            _ask(first + np.int64(places[i + ahead]) * words * 4, words * 4)
+        if not _is_mine(places[i], part, parts):
+            continue
         place = np.int64(places[i])
         _begin(first, words, place, marked, kept)
         at, of = first + place * words * 4, gradients.ctypes.data + i * dim * 4
@@ -233,16 +251,19 @@ def _adagrad(w, s, g, lr, eps):
 
 
 @compiled
-def update_adagrad(records, places, gradients, lr, eps, marks, changes):
+def update_adagrad(records, places, gradients, lr, eps, marks, changes, part, parts):
     """s += g²; w -= lr g / (sqrt(s) + eps)"""
     kept = _addresses(changes)
     floats = records.view(np.float32)
     words, dim = records.shape[1], gradients.shape[1]
     first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
+    ahead = _AHEAD * parts
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        if i + _AHEAD < places.shape[0]:
-            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        if i + ahead < places.shape[0] and _is_mine(places[i + ahead], part, parts):
+            _ask(first + np.int64(places[i + ahead]) * words * 4, words * 4)
+        if not _is_mine(places[i], part, parts):
+            continue
         place = np.int64(places[i])
         _begin(first, words, place, marked, kept)
         at, of = first + place * words * 4, gradients.ctypes.data + i * dim * 4
@@ -287,16 +308,19 @@ def _scaled(w, g, divisor, lr):
 
 
 @compiled
-def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, changes):
+def update_rowwise_adagrad(records, places, gradients, lr, eps, marks, changes, part, parts):
     """s += mean of g²; w -= lr g / (sqrt(s) + eps)"""
     kept = _addresses(changes)
     floats = records.view(np.float32)
     words, dim = records.shape[1], gradients.shape[1]
     first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
+    ahead = _AHEAD * parts
     some = dim // COUNT * COUNT
     for i in range(places.shape[0]):
-        if i + _AHEAD < places.shape[0]:
-            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        if i + ahead < places.shape[0] and _is_mine(places[i + ahead], part, parts):
+            _ask(first + np.int64(places[i + ahead]) * words * 4, words * 4)
+        if not _is_mine(places[i], part, parts):
+            continue
         place = np.int64(places[i])
         _begin(first, words, place, marked, kept)
         total = floats[place, dim] + _square_sum(gradients, i) / np.float32(dim)
@@ -329,7 +353,7 @@ def _adam(w, m, v, g, part1, part2, size, eps):
 
 
 @compiled
-def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, changes):
+def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, changes, part, parts):
     """m += (1 - beta1)(g - m); v += (1 - beta2)(g² - v); w -= size m / (sqrt(v) + eps)
 
     size = lr sqrt(1 - beta2^t) / (1 - beta1^t), t the record's own number of updates. ``lr`` and the betas
@@ -339,11 +363,14 @@ def update_adam(records, places, gradients, lr, eps, beta1, beta2, marks, change
     floats = records.view(np.float32)
     words, dim = records.shape[1], gradients.shape[1]
     first, marked = np.int64(records.ctypes.data), np.int64(marks.ctypes.data)
+    ahead = _AHEAD * parts
     some = dim // COUNT * COUNT
     part1, part2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
     for i in range(places.shape[0]):
-        if i + _AHEAD < places.shape[0]:
-            _ask(first + np.int64(places[i + _AHEAD]) * words * 4, words * 4)
+        if i + ahead < places.shape[0] and _is_mine(places[i + ahead], part, parts):
+            _ask(first + np.int64(places[i + ahead]) * words * 4, words * 4)
+        if not _is_mine(places[i], part, parts):
+            continue
         place = np.int64(places[i])
         _begin(first, words, place, marked, kept)
         step = np.int64(records[place, 3 * dim]) + 1

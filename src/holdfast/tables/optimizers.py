@@ -24,15 +24,17 @@ _LOOPS: dict[str, tuple[Callable[..., None], Callable[[OptimizerPlan], tuple[flo
 }
 
 
-def updater(plan: OptimizerPlan) -> Callable[[Any, Any, Any, Any, Any], None]:
-    """A function of (records, places, gradients, marks, changes): see ``kernels.update``.
+def updater(plan: OptimizerPlan) -> Callable[..., None]:
+    """A function of (records, places, gradients, marks, changes, part, parts): see ``kernels.update``.
 
     It trusts its arguments: ``GroupShard.push`` checks them.
     """
     loop, scalars = _LOOPS[plan.name]
     chosen = scalars(plan)
 
-    def apply(records: Any, places: Any, gradients: Any, marks: Any, changes: Any) -> None:
-        loop(records, places, gradients, *chosen, marks, changes)
+    def apply(
+        records: Any, places: Any, gradients: Any, marks: Any, changes: Any, part: int = 0, parts: int = 1
+    ) -> None:
+        loop(records, places, gradients, *chosen, marks, changes, part, parts)
 
     return apply

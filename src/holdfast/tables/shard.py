@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from holdfast.kernels import ids as id_loops
 from holdfast.kernels import update
-from holdfast.kernels.memory import Bytes, aligned_zeros, new_bytes, read_only
+from holdfast.kernels.memory import Bytes, aligned_bits, aligned_zeros, new_bytes, read_only
+from holdfast.kernels.teams import ALONE, Team
 from holdfast.tables.changes import Changes
 from holdfast.tables.first_values import drawing
 from holdfast.tables.optimizers import updater
@@ -31,7 +32,7 @@ class GroupShard:
     is wrong with places or shapes is a ``ValueError`` that says so, and nothing has changed then: places
     beyond the records, records that stand for no row, and, where records are written, places that are named
     twice. Values are bits: NaN and infinities are taken as they are. Not safe for use by two threads at once,
-    except that ``pull`` may run beside ``pull``.
+    except that ``pull`` may run beside ``pull`` without a team.
 
     Args:
         plan: the group.
@@ -41,6 +42,7 @@ class GroupShard:
         keep_changes: whether ``changes`` is to know what others must be told.
         empty: whether to leave out first values, of a shard whose records come from elsewhere.
         allocate: where copies and differences of records lie (see ``Changes``).
+        team: the threads that read and update many records; one call at a time uses it.
     """
 
     plan: GroupPlan
@@ -67,6 +69,7 @@ class GroupShard:
         keep_changes: bool = False,
         empty: bool = False,
         allocate: Callable[[int], Bytes] = new_bytes,
+        team: Team = ALONE,
     ) -> None:
         if not 0 <= server < placement.servers:
             raise ValueError(f"server {server}: expected 0 to {placement.servers - 1}")
@@ -80,8 +83,9 @@ class GroupShard:
                 f"group {plan.name}: {count:,} records on a server, but places are 32 bits: use more servers"
             )
         self.records = self.space(count, plan.words)
-        self.marks = np.zeros(-(-count // 64), np.uint64)
-        self.changes = Changes(self.records, placement.k, keep=keep_changes, allocate=allocate)
+        self.marks = aligned_bits(count)
+        self._team = team
+        self.changes = Changes(self.records, placement.k, keep=keep_changes, allocate=allocate, team=team)
         self._seen = np.zeros_like(self.marks)
         self._layout = (server, placement.servers, placement.k, placement.r, placement.groups)
         self._update = updater(plan.optimizer)
@@ -115,7 +119,9 @@ class GroupShard:
         """The weights of these rows, [places, dim]."""
         places = self._checked(places, _NO_BITS)
         out = np.empty((len(places), self.plan.dim), np.float32)
-        update.gather_weights(self.records, places, out)
+        self._team.run_slices(
+            lambda some: update.gather_weights(self.records, places[some], out[some]), len(places), out.nbytes
+        )
         return out
 
     def check(self, places: Places, *, once: bool = True) -> None:
@@ -128,7 +134,16 @@ class GroupShard:
         places = self._checked(places, self._seen)
         self._announce(places)
         changes = self.changes.for_update(len(places))
-        self._update(self.records, places, gradients, self.marks, changes)
+        parts = self._team.parts(len(places) * self.plan.words * 4)
+        if parts == 1:
+            self._update(self.records, places, gradients, self.marks, changes[0])
+        else:
+            self._team.run(
+                lambda part: self._update(
+                    self.records, places, gradients, self.marks, changes[part], part, parts
+                ),
+                parts,
+            )
 
     def preview(self, places: Places, gradients: Floats) -> Floats:
         """The weights that ``push`` would leave, [places, dim]; nothing changes."""
@@ -137,7 +152,7 @@ class GroupShard:
         copies = self.records[places]
         numbers = np.arange(len(places), dtype=places.dtype)
         numbers.flags.writeable = False  # as those of messages are: the loop is compiled for these
-        nobody = Changes(copies, 1, keep=False).for_update(0)
+        (nobody,) = Changes(copies, 1, keep=False).for_update(0)
         self._update(copies, numbers, gradients, np.zeros(-(-len(copies) // 64), np.uint64), nobody)
         return np.ascontiguousarray(copies[:, : self.plan.dim]).view(np.float32)
 

@@ -161,6 +161,8 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     server_processors: tuple[NotNegative, ...] = ()
     """Processors of this machine that servers have for themselves; workers have the others. None: all share
     all."""
+    server_threads: Annotated[int, Meta(ge=1, le=64)] = 1
+    """How many threads of a server read and update rows."""
     compare_recovered: bool = False
     """Whether rows that were recovered are compared with what the dead server's memory held: servers keep
     their rows in files of the run's folder then, as long as the job runs."""

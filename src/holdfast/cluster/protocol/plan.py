@@ -128,6 +128,8 @@ class JobPlan(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached
     rows from their last saved values, "full" those of all servers; otherwise the job ends."""
     server_processors: tuple[int, ...] = ()
     """Processors reserved for servers; empty: servers and workers share all."""
+    server_threads: int = 1
+    """How many threads of a server read and update rows."""
     beyond: Literal["job", "rows"] = "job"
     """What goes back to its last saved values if more servers die than the code covers: everything, or only
     the lost rows."""

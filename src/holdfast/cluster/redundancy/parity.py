@@ -10,6 +10,7 @@ from holdfast.coding.codes import code_for
 from holdfast.coding.placement import Placement
 from holdfast.kernels import coding as loops
 from holdfast.kernels.memory import aligned_zeros, read_only
+from holdfast.kernels.teams import ALONE, Team
 from holdfast.tables.first_values import first_records
 from holdfast.tables.plan import GroupPlan
 
@@ -31,9 +32,13 @@ class ParityShard:
         placement: the placement of its rows.
         server: the slot of this server.
         seed: of the rows' initial values, if all rows still have those; None if parities must be rebuilt.
+        team: the threads that change many parities.
     """
 
-    def __init__(self, plan: GroupPlan, placement: Placement, server: int, seed: int | None) -> None:
+    def __init__(
+        self, plan: GroupPlan, placement: Placement, server: int, seed: int | None, team: Team = ALONE
+    ) -> None:
+        self._team = team
         self.plan = plan
         self.placement = placement
         self.server = server
@@ -100,13 +105,13 @@ class ParityShard:
         return contains
 
     def change(self, parity: int, member: int, blocks: Blocks, differences: Records) -> None:
-        """Apply a change of a member's records, or undo it: both are the same XOR."""
+        """Apply a change of a member's records, all different, or undo it: both are the same XOR."""
         places = self._places(parity, blocks)
         if self._lacks is not None:
             inside = ~self._lacks[member, places]
             if not inside.all():
                 places, differences = places[inside], differences[inside]
-        self.code.update(self.records, places, parity, member, read_only(differences))
+        self._update(places, parity, member, read_only(differences))
 
     def add(self, parity: int, member: int, blocks: Blocks, values: Records) -> None:
         """Add a member's records to the parities that lack it."""
@@ -116,13 +121,21 @@ class ParityShard:
         outside = self._lacks[member, places]
         if not outside.all():
             places, values = places[outside], values[outside]
-        self.code.update(self.records, places, parity, member, read_only(values))
+        self._update(places, parity, member, read_only(values))
         self._lacks[member, places] = False
         left = self._left[places] - np.uint16(1)
         self._left[places] = left
         self.lacking -= len(places) - int(np.count_nonzero(left))
         if not self.lacking:
             self._lacks = None
+
+    def _update(self, places: NDArray[np.int64], parity: int, member: int, values: Records) -> None:
+        """Add a member's values to parities, all different: so slices of them share none."""
+        self._team.run_slices(
+            lambda some: self.code.update(self.records, places[some], parity, member, values[some]),
+            len(places),
+            2 * values.nbytes,
+        )
 
     def forget(self, parity: int, blocks: Blocks) -> None:
         """Clear these parities: a member's value was lost, and it has got another."""

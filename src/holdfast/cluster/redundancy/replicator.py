@@ -46,6 +46,7 @@ from holdfast.cluster.protocol.stripe_messages import (
 from holdfast.cluster.protocol.wire import Message
 from holdfast.cluster.redundancy.lanes import InLane, OutLane
 from holdfast.cluster.redundancy.parity import Blocks, ParityShard, Records
+from holdfast.kernels.teams import ALONE, Team
 from holdfast.tables.changes import MemberChange
 from holdfast.tables.shard import GroupShard
 
@@ -68,6 +69,7 @@ class Replicator:
         on_change: called after part of a flush was applied to parities, or undone.
         on_values: called with records read from an owner, at their position in its lane.
         doubt: called with a server that has not answered (see ``routes``).
+        team: the threads that change parities.
     """
 
     def __init__(
@@ -84,12 +86,13 @@ class Replicator:
         on_change: Callable[[StripePart, Blocks, Records], None],
         on_values: Callable[[Peer, Values, Sequence[Frame]], None],
         doubt: Callable[[Peer, float], None] = lambda target, now: None,
+        team: Team = ALONE,
     ) -> None:
         self.me = me
         self.plan = plan
         self.outbox = outbox
         self.parities = {
-            g: ParityShard(group, placement, me.slot, plan.seed if fresh else None)
+            g: ParityShard(group, placement, me.slot, plan.seed if fresh else None, team)
             for g, (group, placement) in enumerate(zip(plan.groups, plan.placements, strict=True))
             if placement.r
         }

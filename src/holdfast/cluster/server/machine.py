@@ -63,6 +63,7 @@ from holdfast.cluster.server.ledger import PushLedger
 from holdfast.cluster.server.requests import Update, pulled_rows, pushed_rows, shard_of
 from holdfast.errors import HoldfastError, message_of
 from holdfast.kernels.memory import Bytes, new_bytes
+from holdfast.kernels.teams import ALONE, Team
 from holdfast.tables.shard import GroupShard, digest
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class Server:
             they wait for are asked for together; otherwise every message is a round.
         witness: compares recovered rows with the lost ones; None: no comparison.
         allocate: returns memory for what other servers are sent.
+        team: the threads that read and update rows and parities; all else happens in the calling thread.
         on_lost: called with rows of a group that cannot be recovered.
 
     Attributes:
@@ -146,6 +148,7 @@ class Server:
         rounds: bool = False,
         witness: Witness | None = None,
         allocate: Callable[[int], Bytes] = new_bytes,
+        team: Team = ALONE,
         on_lost: Callable[[int, NDArray[np.int64]], None] = lambda group, rows: None,
     ) -> None:
         self._measure = measure
@@ -154,7 +157,7 @@ class Server:
         self.outbox: list[Envelope] = []
         replaces = me.incarnation > 1
         self._witness = witness
-        self.shards = _make_shards(me, plan, witness, allocate, empty=replaces or not fresh)
+        self.shards = _make_shards(me, plan, witness, allocate, team, empty=replaces or not fresh)
         self.view = View(ViewNumber(), "starting")
         self.started = ViewNumber()
         """The view in which this server took over its slot; (0, 0) before that."""
@@ -180,7 +183,7 @@ class Server:
         self.stripes: Stripes | None = None
         self.recovery: Recovery | None = None
         if plan.r:
-            self.replicator = self._make_replicator(fresh=fresh and not replaces)
+            self.replicator = self._make_replicator(team, fresh=fresh and not replaces)
             self.stripes = Stripes(plan, self.replicator, self._throttle, allocate)
             if replaces:
                 self.recovery = Recovery(
@@ -194,7 +197,7 @@ class Server:
             self.contents = Contents(self.shards[-1], self._ledger, self._installing, self._touched)
         self._now = 0.0
 
-    def _make_replicator(self, *, fresh: bool) -> Replicator:
+    def _make_replicator(self, team: Team, *, fresh: bool) -> Replicator:
         marks, shards = self._ledger.marks, self.shards
         replicator = Replicator(
             self.me,
@@ -208,6 +211,7 @@ class Server:
             on_change=self._note_change,
             on_values=self._take_values,
             doubt=self.routes.doubt,
+            team=team,
         )
         if self._witness is not None:
             self._witness.replicator = replicator
@@ -679,12 +683,25 @@ class Server:
 
 
 def _make_shards(
-    me: Peer, plan: JobPlan, witness: Witness | None, allocate: Callable[[int], Bytes], *, empty: bool
+    me: Peer,
+    plan: JobPlan,
+    witness: Witness | None,
+    allocate: Callable[[int], Bytes],
+    team: Team,
+    *,
+    empty: bool,
 ) -> list[GroupShard]:
     make = GroupShard if witness is None else witness.shard
     return [
         make(
-            group, placement, me.slot, plan.seed, keep_changes=placement.r > 0, empty=empty, allocate=allocate
+            group,
+            placement,
+            me.slot,
+            plan.seed,
+            keep_changes=placement.r > 0,
+            empty=empty,
+            allocate=allocate,
+            team=team,
         )
         for group, placement in zip(plan.groups, plan.placements, strict=True)
     ]

@@ -32,6 +32,7 @@ from holdfast.errors import message_of
 from holdfast.kernels.coding import within
 from holdfast.kernels.compiling import in_turn
 from holdfast.kernels.memory import new_bytes
+from holdfast.kernels.teams import Team
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
 
@@ -63,6 +64,7 @@ def run(assignment: Assignment) -> None:
             rounds=True,
             witness=Witness(Path(assignment.folder), assignment.me) if plan.compare_recovered else None,
             allocate=arena.allocate if arena is not None else new_bytes,
+            team=Team(plan.server_threads),
             on_lost=_LostRows(assignment),
             opens=plan.saving is not None,
         )

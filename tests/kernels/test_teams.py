@@ -1,0 +1,104 @@
+"""Threads that share a loop: every part once, all done at the end, errors included."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from holdfast.kernels import teams
+from holdfast.kernels.teams import ALONE, LEAST_BYTES, Team
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_each_part_runs_once_and_the_first_here(threads: int) -> None:
+    team = Team(threads)
+    for parts in range(1, threads + 1):
+        ran: dict[int, int] = {}
+
+        def loop(part: int, ran: dict[int, int] = ran, parts: int = parts) -> None:
+            if part == parts - 1:
+                time.sleep(0.01)  # the caller waits for the last
+            assert part not in ran
+            ran[part] = threading.get_ident()
+
+        team.run(loop, parts)
+        assert sorted(ran) == list(range(parts))
+        assert ran[0] == threading.get_ident()
+        assert len(set(ran.values())) == parts
+
+
+def test_parts_run_side_by_side() -> None:
+    meet = threading.Barrier(3, timeout=10)
+    Team(3).run(lambda part: meet.wait(), 3)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_an_error_is_raised_when_all_are_done(wrong: int) -> None:
+    team = Team(3)
+    done: list[int] = []
+
+    def loop(part: int) -> None:
+        if part == wrong:
+            raise ValueError(f"part {part}")
+        time.sleep(0.01)
+        done.append(part)
+
+    with pytest.raises(ValueError, match=f"part {wrong}"):
+        team.run(loop, 3)
+    assert sorted(done) == sorted({0, 1, 2} - {wrong})
+    done.clear()
+    team.run(done.append, 3)  # it works on
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_little_work_is_not_shared() -> None:
+    team = Team(3)
+    assert [team.parts(LEAST_BYTES * n + more) for n, more in [(0, 0), (1, 0), (2, -1), (2, 0), (9, 0)]] == [
+        1, 1, 1, 2, 3,
+    ]  # fmt: skip
+    assert ALONE.parts(1 << 40) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
+def test_slices_are_the_whole(threads: int, count: int) -> None:
+    for nbytes in (0, 1 << 30):
+        hits = np.zeros(count, np.int64)
+
+        def add(some: slice, hits: np.ndarray = hits) -> None:
+            hits[some] += 1
+
+        Team(threads).run_slices(add, count, nbytes)
+        assert (hits == 1).all()
+
+
+def test_helpers_keep_nothing_and_end_with_their_team() -> None:
+    def running() -> int:
+        return sum(thread.name.startswith("team-") for thread in threading.enumerate())
+
+    gc.collect()
+    before = running()
+    array = np.zeros(1)
+    references = sys.getrefcount(array)
+    team = Team(4)
+    for _ in range(100):
+        team.run(lambda part: array.sum(), 4)
+        assert sys.getrefcount(array) == references  # ``Changes`` relies on it
+    assert running() == before + 3
+    del team
+    until = time.monotonic() + 10
+    while running() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert running() == before
+
+
+def test_one_thread_starts_none() -> None:
+    count = threading.active_count()
+    Team(1).run(lambda part: None, 1)
+    assert threading.active_count() == count
+    assert teams.ALONE.threads == 1
