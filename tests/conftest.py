@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from holdfast.testing.s3 import S3Server, running_s3
 from tests import processes
@@ -19,6 +20,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 processes.mark()
+
+# No example has a time limit: the first one of a loop compiles it, and the machine may be busy.
+settings.register_profile("unhurried", settings.default, deadline=None)
+settings.load_profile("unhurried")
 
 
 # Files whose tests take longest: begun last, one processor would wait for the other at the end.

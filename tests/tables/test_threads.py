@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.cluster.redundancy.parity import ParityShard, read_only
+from holdfast.cluster.redundancy.parity import ParityShard
 from holdfast.coding.placement import Placement
 from holdfast.kernels import coding, copies, teams, update
+from holdfast.kernels.memory import read_only
 from holdfast.kernels.teams import Team
 from holdfast.tables.plan import GroupPlan, OptimizerName, OptimizerPlan, TablePlan
 from holdfast.tables.shard import GroupShard
