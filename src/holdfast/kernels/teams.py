@@ -53,7 +53,8 @@ class Team:
         except BaseException as caught:
             error = caught
         for _ in range(parts - 1):
-            error = done.get() or error
+            other = done.get()  # of whichever thread is done next
+            error = other if error is None else error
         if error is not None:
             raise error
 
