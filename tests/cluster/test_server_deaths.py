@@ -17,7 +17,9 @@ from holdfast.cluster.report.result import JobResult
 from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.local import LocalLauncher
 from holdfast.events import EventLog, read_events
+from holdfast.kernels.teams import LEAST_BYTES
 from holdfast.training.config import load
+from holdfast.training.readers import build_readers
 from tests.cluster.test_kills import counted, expected
 
 COUNTING = [
@@ -130,10 +132,16 @@ def test_what_comes_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
 def test_servers_with_threads_leave_the_same_bits(tmp_path: Path) -> None:
     """Also if one dies: its rows are recovered from parities that threads have changed."""
     values = [
-        "data.samples=200000", "data.max_rows=20000", "batch_size=2048", "optimizer.name=adam",
+        "data.samples=200000", "data.max_rows=5000", "batch_size=2048", "optimizer.name=adam",
+        "model.dim=64", "model.bottom=[64, 64]", "model.top=[32, 1]", "data.test_samples=256", "max_steps=80",
         "job.servers=3", "job.workers=1", "job.staleness=0", "job.protection={kind: erasure-code, k: 2}",
-        "data.test_samples=256", "max_steps=80",
     ]  # fmt: skip
+    config = load(None, values)
+    tables = plan_job(config).groups[0]
+    batch = next(iter(build_readers(config)[0]))
+    rows = sum(len(np.unique(ids)) for ids in batch.ids)
+    # Of each server's share of a push: enough for two threads.
+    assert rows / 3 * (tables.words + tables.dim) * 4 > 2.5 * LEAST_BYTES
     records = []
     for threads, turns in ((1, []), (2, [(1,)])):
         folder = tmp_path / str(threads)

@@ -56,6 +56,14 @@ def test_an_error_is_raised_when_all_are_done(wrong: int) -> None:
     assert sorted(done) == [0, 1, 2]
 
 
+def test_of_several_errors_the_callers_own_is_raised() -> None:
+    def loop(part: int) -> None:
+        raise ValueError(f"part {part}")
+
+    with pytest.raises(ValueError, match="part 0"):
+        Team(3).run(loop, 3)
+
+
 def test_little_work_is_not_shared() -> None:
     team = Team(3)
     assert [team.parts(LEAST_BYTES * n + more) for n, more in [(0, 0), (1, 0), (2, -1), (2, 0), (9, 0)]] == [

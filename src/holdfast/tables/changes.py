@@ -112,7 +112,9 @@ class Changes:
         found: Records = self._allocate(len(places) * words * 4).view(np.uint32).reshape(-1, words)
         floats = found.view(np.float32)
         self._team.run_slices(
-            lambda some: update.gather_weights(records, places[some], floats[some]), len(places), found.nbytes
+            lambda some: update.gather_weights(records, places[some], floats[some]),
+            len(places),
+            2 * found.nbytes,
         )
         for section in self._sections:
             if any(section[-1].tolist()):

@@ -120,7 +120,9 @@ class GroupShard:
         places = self._checked(places, _NO_BITS)
         out = np.empty((len(places), self.plan.dim), np.float32)
         self._team.run_slices(
-            lambda some: update.gather_weights(self.records, places[some], out[some]), len(places), out.nbytes
+            lambda some: update.gather_weights(self.records, places[some], out[some]),
+            len(places),
+            2 * out.nbytes,
         )
         return out
 
@@ -134,7 +136,7 @@ class GroupShard:
         places = self._checked(places, self._seen)
         self._announce(places)
         changes = self.changes.for_update(len(places))
-        parts = self._team.parts(len(places) * self.plan.words * 4)
+        parts = self._team.parts(len(places) * self.plan.words * 4 + gradients.nbytes)
         if parts == 1:
             self._update(self.records, places, gradients, self.marks, changes[0])
         else:
