@@ -23,7 +23,7 @@ from holdfast.cluster.redundancy.parity import Blocks, ParityShard
 from holdfast.cluster.report.failures import lost_rows_path
 from holdfast.cluster.runtime.loop import connect_servers, memory_bytes, open_transport, run_node
 from holdfast.cluster.runtime.node import Assignment
-from holdfast.cluster.runtime.transport.shared import Arena
+from holdfast.cluster.runtime.transport.shared import SHARED_FROM_BYTES, Arena
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.cluster.server.machine import Opened, Server
 from holdfast.cluster.server.witness import Witness
@@ -84,7 +84,8 @@ def _make_arena(assignment: Assignment) -> Arena | None:
     if not assignment.plan.r or not assignment.bind.startswith("ipc:"):
         return None
     try:
-        return Arena()
+        # In chaos runs tables are small, and everything is to be shared.
+        return Arena(shared_from_bytes=1 if assignment.chaos else SHARED_FROM_BYTES)
     except OSError as error:
         log.warning("no shared memory (%s): all arrays go through sockets", error)
         return None
