@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -29,12 +30,35 @@ def test_each_part_runs_once_and_the_first_here(threads: int) -> None:
         team.run(loop, parts)
         assert sorted(ran) == list(range(parts))
         assert ran[0] == threading.get_ident()
-        assert len(set(ran.values())) == parts
 
 
 def test_parts_run_side_by_side() -> None:
     meet = threading.Barrier(3, timeout=10)
     Team(3).run(lambda part: meet.wait(), 3)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2])
+def test_nobody_waits_for_a_helper_that_has_no_processor(wrong: int | None) -> None:
+    team = Team(3)
+    free, team._work = team._work, [SimpleQueue(), SimpleQueue()]
+    done: list[tuple[int, int]] = []
+
+    def loop(part: int) -> None:
+        done.append((part, threading.get_ident()))
+        if part == wrong:
+            raise ValueError(f"part {part}")
+
+    if wrong is None:
+        team.run(loop, 3)
+    else:
+        with pytest.raises(ValueError, match=f"part {wrong}"):
+            team.run(loop, 3)
+    assert done == [(part, threading.get_ident()) for part in range(3)]
+    late, team._work = team._work, free
+    for work, helper in zip(late, free, strict=True):
+        helper.put(work.get())  # they come too late: nothing is left
+    team.run(lambda part: done.append((part, 0)), 3)
+    assert len(done) == 6
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])

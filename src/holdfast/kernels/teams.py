@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 _Loop = Callable[[int], object]
+_Parts = SimpleQueue[tuple[_Loop, int]]
 _Done = SimpleQueue[BaseException | None]
-_Work = SimpleQueue[tuple[_Loop, int, _Done] | None]
+_Work = SimpleQueue[tuple[_Parts, _Done] | None]
 
 LEAST_BYTES = 1 << 20
 """Of memory that a part goes through, reading and writing. To wake a thread and to wait for it takes about
@@ -39,20 +40,25 @@ class Team:
     def run(self, loop: _Loop, parts: int) -> None:
         """Call ``loop(part)`` for each part, from 0 on, at most as many as there are threads.
 
-        Part 0 runs in the calling thread. Returns when all are done; the first error is raised then.
+        Part 0 runs in the calling thread, and so do parts that no helper has begun by then: if processors are
+        busy, nobody waits for a helper to get one. Returns when all are done; the first error is raised then.
         """
         if parts == 1:
             loop(0)
             return
+        left: _Parts = SimpleQueue()
         done: _Done = SimpleQueue()
-        for part, work in enumerate(self._work[: parts - 1], 1):
-            work.put((loop, part, done))
-        error: BaseException | None = None
-        try:
-            loop(0)
-        except BaseException as caught:
-            error = caught
-        for _ in range(parts - 1):
+        for part in range(1, parts):
+            left.put((loop, part))
+        for work in self._work[: parts - 1]:
+            work.put((left, done))
+        error = _try(loop, 0)
+        waiting = parts - 1
+        while (mine := _next(left)) is not None:
+            other = _try(*mine)
+            error = other if error is None else error
+            waiting -= 1
+        for _ in range(waiting):
             other = done.get()  # of whichever thread is done next
             error = other if error is None else error
         if error is not None:
@@ -69,15 +75,28 @@ class Team:
 
 def _help(work: _Work) -> None:
     while (given := work.get()) is not None:
-        loop, part, done = given
-        error = None
-        try:
-            loop(part)
-        except BaseException as caught:
-            error = caught
-        del given, loop  # first: the caller may look whether anybody still refers to its arrays
-        done.put(error)
-        del done, error
+        left, done = given
+        mine = _next(left)
+        if mine is not None:
+            error = _try(*mine)
+            del mine  # first: the caller may look whether anybody still refers to its arrays
+            done.put(error)
+            del error
+
+
+def _next(left: _Parts) -> tuple[_Loop, int] | None:
+    try:
+        return left.get_nowait()
+    except Empty:
+        return None
+
+
+def _try(loop: _Loop, part: int) -> BaseException | None:
+    try:
+        loop(part)
+    except BaseException as error:
+        return error
+    return None
 
 
 def _dismiss(helpers: list[_Work]) -> None:
