@@ -16,6 +16,16 @@ def busy(throttle: Throttle, until: float, every: float = 0.1) -> None:
         throttle.note_request(turn * every)
 
 
+def test_workers_are_quiet_before_and_after_their_requests_and_while_training_is_paused() -> None:
+    throttle = Throttle(1.0)
+    assert throttle.is_quiet(0.0)
+    busy(throttle, 2.0)
+    assert not throttle.is_quiet(2.0 + QUIET - 0.01)
+    assert throttle.is_quiet(2.0 + QUIET + 0.01)
+    throttle.hurry = True
+    assert throttle.is_quiet(2.0)
+
+
 class TestShare:
     def test_before_any_request_it_is_everything(self) -> None:
         assert Throttle(0.2).share(0.0) == 1

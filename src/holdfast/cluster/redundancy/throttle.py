@@ -51,12 +51,16 @@ class Throttle:
 
     def share(self, now: float) -> float:
         """The share of the time that bursts may use now."""
-        if self._share == 1.0 or self.hurry or self._requested is None:
-            return 1.0
-        if now - self._requested > max(_QUIET_SECONDS, _QUIET_GAPS * self._gap):
+        if self._share == 1.0 or self.is_quiet(now):
             return 1.0
         free = 1.0 - min(self._pressure() / _SCARCE, 1.0)
         return self._share + (1.0 - self._share) * free
+
+    def is_quiet(self, now: float) -> bool:
+        """Whether no worker waits for this server: training is paused, or workers are idle."""
+        if self.hurry or self._requested is None:
+            return True
+        return now - self._requested > max(_QUIET_SECONDS, _QUIET_GAPS * self._gap)
 
     def allows(self, now: float, most: int) -> bool:
         """Whether a chunk may begin; while there are pauses, ``most`` of them are a burst."""
