@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import time
@@ -110,23 +109,19 @@ def test_slices_are_the_whole(threads: int, count: int) -> None:
 
 
 def test_helpers_keep_nothing_and_end_with_their_team() -> None:
-    def running() -> int:
-        return sum(thread.name.startswith("team-") for thread in threading.enumerate())
-
-    gc.collect()
-    before = running()
+    before = set(threading.enumerate())
     array = np.zeros(1)
     references = sys.getrefcount(array)
     team = Team(4)
+    helpers = set(threading.enumerate()) - before
+    assert sorted(helper.name for helper in helpers) == ["team-1", "team-2", "team-3"]
     for _ in range(100):
         team.run(lambda part: array.sum(), 4)
         assert sys.getrefcount(array) == references  # ``Changes`` relies on it
-    assert running() == before + 3
     del team
-    until = time.monotonic() + 10
-    while running() > before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert running() == before
+    for helper in helpers:
+        helper.join(60)
+    assert not any(helper.is_alive() for helper in helpers)
 
 
 def test_one_thread_starts_none() -> None:
