@@ -361,6 +361,16 @@ class TestStrangers:
                 assert not pair.parity.poll(1.0)
             stranger.linger = 0
 
+    def test_an_arena_of_a_predecessor_comes_too_late(self, pair: Pair, arena: Arena) -> None:
+        """It would hide that of its successor, whose messages would be dropped."""
+        before = pair.parity.counters.malformed
+        late = _OFFER + msgspec.msgpack.encode(arena.offer(JOB, Peer("server", 0, 0)))
+        router = pair.parity._router
+        assert router is not None
+        pair.parity._hear_of_memory(router, b"somebody", late)
+        assert pair.parity.counters.malformed == before + 1
+        assert pair.parity._views["server", 0][0] == OWNER
+
     @pytest.mark.parametrize(
         "offer",
         [

@@ -354,7 +354,10 @@ class ZmqTransport:
             offer = msgspec.msgpack.decode(message[len(_OFFER) :], type=Offer)
             if offer.job != self._job or (offer.source.role, self.me.role) != ("server", "server"):
                 raise ValueError(f"an arena of {offer.source}, job {offer.job}")
-            self._views[offer.source.role, offer.source.slot] = offer.source, SharedView(offer)
+            name = offer.source.role, offer.source.slot
+            if name in self._views and self._views[name][0].incarnation > offer.source.incarnation:
+                raise ValueError(f"an arena of {offer.source}, which has been replaced")
+            self._views[name] = offer.source, SharedView(offer)
             assert self._router is not None
             self._router.send(route, _NOW_AND_MORE)
             self._router.send(_MAPPED, _NOW)
