@@ -36,6 +36,7 @@ def test_every_claimed_figure(monkeypatch: pytest.MonkeyPatch) -> None:
         "slowdown_percent": 20.0,
         "extra_memory_percent": 5.0,
         "undisturbed_stall_over_step": 1.5,
+        "undisturbed_plain_stall_over_step": 1.0,
         "undisturbed_slowdown_percent": 20.0,
         "disturbed_steps_percent": 50.0,
         "write_megabytes_per_second": 500.0,

@@ -172,7 +172,7 @@ def copies_have_no_marks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Contents, "advance", advance)
 
 
-GUARDS = {copies_are_all_the_same: 33, copies_have_no_marks: 8}
+GUARDS = {copies_are_all_the_same: 158, copies_have_no_marks: 8}
 """Each with a seed that shows what becomes of the network without it."""
 
 

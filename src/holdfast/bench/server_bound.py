@@ -7,7 +7,8 @@ A cost is the servers' processor time, relative to that without protection:
 
 - ``cost`` is that of server processes, with their transport: this process sends the pushes over ZeroMQ.
 - ``machine_cost`` is that of the servers' state machines alone, all in this process, without sockets.
-- ``step_cost`` is ``cost`` if workers also pull the rows before they push, as in training.
+- ``step_cost`` is ``cost`` if workers also pull the rows before they push, as in training. A pull carries the
+  commit of the worker's last push; without pulls, commits are messages of their own.
 - ``threads2.speedup`` is how many times faster a window passes on the clock if the only server, on all cores,
   has two threads instead of one; ``threads2.cost`` is what it takes of the processors. The process that sends
   the pushes runs on the same cores. ``threads2.machine_speedup`` and the same of ``ecrm.k4``, with the state
@@ -471,12 +472,14 @@ class Processes:
 
 
 class _Pusher:
-    """A worker that only sends: one push at a time, and the next when all servers have applied it."""
+    """A worker that only sends: one push at a time, and the next when all servers have applied it, or will
+    do so before they answer the next pull."""
 
     def __init__(self, transport: ZmqTransport, plan: JobPlan) -> None:
         self._transport, self._plan = transport, plan
         self._sequence = 0
         self._shares: list[tuple[Part, Sequence[Frame]]] = []
+        self._pulls = False
         self._waiting: set[int] = set()
         self._stage: Literal["pull", "push", "commit", "done"] = "done"
         self._kept = [0] * plan.servers
@@ -490,7 +493,7 @@ class _Pusher:
     def begin(self, shares: list[tuple[Part, Sequence[Frame]]], *, pulls: bool) -> None:
         """Send the next push, or its pull."""
         self._sequence += 1
-        self._shares = shares
+        self._shares, self._pulls = shares, pulls
         self._send("pull" if pulls else "push")
 
     def _send(self, stage: Literal["pull", "push", "commit"]) -> None:
@@ -500,7 +503,8 @@ class _Pusher:
             message: Message = Commit(self._sequence)
             sent: Sequence[Frame] = ()
             if stage == "pull":
-                message, sent = Pull(self._sequence, (part,)), frames[:1]
+                commits = self._plan.atomic and self._sequence > 1
+                message, sent = Pull(self._sequence, (part,), self._sequence - 1, commits), frames[:1]
             elif stage == "push":
                 message, sent = _push(self._plan, self._sequence, part), frames
             envelope = Envelope(self._transport.me, Peer("server", slot, 1), message, sent)
@@ -538,7 +542,7 @@ class _Pusher:
     def _go_on(self) -> None:
         if self._stage == "pull":
             self._send("push")
-        elif self._stage == "push" and self._plan.atomic:
+        elif self._stage == "push" and self._plan.atomic and not self._pulls:
             self._send("commit")
         else:
             self._stage = "done"

@@ -131,11 +131,21 @@ class Throttle:
     Each thread calls ``pause`` now and then. It sleeps until the pauses that all of the work so far requires
     are over, measured by processor time. Time that a thread spends waiting, for a disk for example, counts as
     a pause, but does not accumulate. A pause ends early when ``stopped`` returns True.
+
+    Args:
+        share: of one processor's time.
+        stopped: whether to pause no longer.
+        length: how long a pause is, relative to the one that the share requires.
     """
 
-    def __init__(self, share: float, stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        share: float,
+        stopped: Callable[[], bool] = lambda: False,
+        length: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         self._rest_per_second = 1 / share - 1
-        self._stopped = stopped
+        self._stopped, self._length = stopped, length
         self._lock = threading.Lock()
         self._free_at = 0.0
         self._own = threading.local()
@@ -147,8 +157,9 @@ class Throttle:
     def pause(self) -> None:
         """Sleep for the processor time that this thread has used since ``begin``."""
         worked = time.thread_time() - self._own.since
+        rest = worked * self._rest_per_second * self._length()
         with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + worked * self._rest_per_second
+            self._free_at = max(self._free_at, time.monotonic()) + rest
             rest = self._free_at - time.monotonic()
         while rest > 0 and not self._stopped():
             time.sleep(min(rest, _LONGEST_SLEEP_SECONDS))

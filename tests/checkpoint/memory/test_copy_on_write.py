@@ -18,6 +18,7 @@ from holdfast.checkpoint.format.records import Field, Rows, make_groups
 from holdfast.checkpoint.memory import copy_on_write
 from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, _shares, default_max_memory
 from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.saving.shard_rows import Cancellation
 
 SIZES = {"a": 50, "b": 1, "c": 120, "other": 30}
 NOTHING = 1 << 40
@@ -172,11 +173,32 @@ def test_a_full_side_log_makes_training_wait_for_blocks() -> None:
     assert changed.is_set()
     assert found == dict(enumerate(right[0]))
     assert snapshot.waited_seconds > 0
-    assert snapshot._waiting == 0
+    assert not snapshot._waiting
     assert 0 < snapshot.peak_bytes <= 3 * 27
     assert not snapshot.is_over()  # the other group is not read yet
     snapshot.release()
     assert snapshot.is_over()
+
+
+def test_how_full_the_side_log_is() -> None:
+    tables = Tables()
+    snapshot = CopyOnWrite(tables.live, 10 * 43)
+    wanted = Cancellation(snapshot=snapshot)
+    room = snapshot._logs[0]._limit
+    assert 2 < room < 50
+    assert (snapshot.fullness, wanted.pause_length()) == (0.0, 1.0)
+    snapshot.about_to_change("a", np.arange(room - 1))
+    assert snapshot.fullness == (room - 1) / room
+    assert wanted.pause_length() == pytest.approx(1 / room)
+    blocks = snapshot.groups[0].parts()
+    next(blocks)
+    assert snapshot.fullness < (room - 1) / room, "a block that was read frees its slots"
+    snapshot.release()
+    assert snapshot.fullness == 0.0
+    everything = CopyOnWrite(tables.live, 1 << 20)
+    everything.all_about_to_change("a")
+    assert everything.fullness == 0.0, "there is room for every row"
+    assert Cancellation().pause_length() == 1.0
 
 
 def test_nobody_waits_for_a_snapshot_that_was_released() -> None:

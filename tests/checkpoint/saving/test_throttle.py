@@ -64,6 +64,17 @@ def test_a_rest_ends_when_the_work_is_not_needed_any_more(monkeypatch: pytest.Mo
     assert clocks.slept == pytest.approx([2.0], abs=0.1)
 
 
+def test_a_rest_can_be_shorter_than_the_share_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    lengths = iter([1.0, 0.5, 0.0, 0.25])
+    throttle = Throttle(0.2, length=lambda: next(lengths))
+    for _ in range(4):
+        throttle.begin()
+        clocks.work(1.0)
+        throttle.pause()
+    assert clocks.slept == pytest.approx([4.0, 2.0, 1.0])
+
+
 def test_threads_share_a_throttle() -> None:
     """Two that work all the time together get what one would."""
     throttle = Throttle(0.25)

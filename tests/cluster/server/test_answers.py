@@ -211,6 +211,37 @@ class TestRows:
         other = Peer("server", 0, 2)
         assert case.ask(Pull(7, (Part(0, 2),)), PLACES, target=other) == []
 
+    def test_a_pull_can_commit_the_push_that_its_rows_must_contain(self, case: Case) -> None:
+        before = case.server.shards[0].pull(PLACES)
+        assert case.push(1, stage=True) == [Pushed(1, applied=False)]
+        commit = Pull(7, (Part(0, 2),), after=1, commits=True)
+        for _ in range(2):  # asked again, nothing more changes
+            assert case.ask(commit, PLACES) == [PulledRows(7, (Part(0, 2),))]
+            (frame,) = case.server.outbox[0].frames
+            assert np.array_equal(np.asarray(frame), before - 1)
+        assert case.server.pushes == 1
+        assert case.push(2, stage=True) == [Pushed(2, applied=False, kept=1)]
+
+    def test_a_commit_in_a_pull_whose_rows_come_later_is_answered(self) -> None:
+        case = Case().started(installed=False)
+        case.push(1, stage=True)
+        pull = Pull(7, (Part(0, 2), Part(1, 1)), after=1, commits=True)
+        for answers in (
+            [Pushed(1, applied=True, kept=1), PulledRows(7, (), (1,))],
+            [PulledRows(7, (), (1,))],
+        ):
+            assert case.ask(pull, PLACES, PLACES[1:]) == answers
+        assert case.server.pushes == 1
+
+    def test_a_pull_that_commits_what_is_not_staged_waits(self, case: Case) -> None:
+        """It goes to a replacement, to which the worker sends the push again."""
+        assert case.ask(Pull(7, (Part(1, 2),), after=1, commits=True), PLACES[1:].repeat(2)) == []
+        answers = case.push(1, group=1, stage=True, returns=1)
+        assert answers == [PulledRows(7, (Part(1, 2),)), Pushed(1, applied=False, rows=2)]
+        rows = [np.asarray(frame).tolist() for e in case.server.outbox for frame in e.frames]
+        assert rows == [[[0, 0], [0, 0]], [[-1, -1], [-1, -1]]]
+        assert case.server.pushes == 1
+
     def test_commits_are_answered(self, case: Case) -> None:
         assert case.ask(Commit(1)) == [Refused("not staged", 1)]
         assert case.push(1, stage=True) == [Pushed(1, applied=False)]

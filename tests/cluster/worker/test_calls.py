@@ -85,6 +85,7 @@ def test_a_push_that_only_some_servers_have_applied_before_is_committed(order: t
     call = calls.push(1, Position(0, 0), [spread, spread], [zeros, zeros], 10.0)
     for server in order:
         answer(server, Pushed(1, applied=server != 0))
+    calls.send_commits()
     assert call.questions
     assert {e.target.slot for e in calls.outbox if isinstance(e.message, Commit)} == {0, 1, 2}
     for server in order:
@@ -177,58 +178,119 @@ def test_part_of_a_network_that_is_still_being_pulled_is_known() -> None:
         assert known.weights.tolist() == [[5.0, 5.0]]
 
 
-def test_nothing_waits_for_the_answers_to_a_commit() -> None:
-    """Staged answers bring the network that a push will leave; what is pulled behind a commit contains it."""
-    plan = counting_plan(servers=2, workers=1, atomic=True)
-    spread = RowSpread(np.zeros(2, np.uint32), np.arange(3))
-    zeros, network = (np.zeros((2, group.dim), np.float32) for group in plan.groups)
-    worker = Worker(Peer("worker", 0, 1), plan, lambda group: (spread, network))
-    servers = tuple(ServerInView(slot, 1, "there", starts=True) for slot in range(2))
-    view = View(ViewNumber(1), "running", servers, (WorkerInView(0, 1, starts=True),))
-    worker.receive(Envelope(Peer("supervisor"), worker.me, view), 0.0)
+class Committing:
+    """A worker whose first push two servers have just staged. ``asked`` is what it sent then.
 
-    def sent() -> list[tuple[int, Message]]:
-        found = [(e.target.slot, e.message) for e in worker.outbox if e.target.role == "server"]
-        worker.outbox.clear()
+    Args:
+        fed: batches that it knows; it has pulled the rows of two.
+    """
+
+    def __init__(self, fed: int = 3) -> None:
+        plan = counting_plan(servers=2, workers=1, atomic=True)
+        spread = RowSpread(np.zeros(2, np.uint32), np.arange(3))
+        self.spreads = [spread, spread]
+        self.gradients = [np.zeros((2, group.dim), np.float32) for group in plan.groups]
+        network = self.gradients[1]
+        self.worker = Worker(Peer("worker", 0, 1), plan, lambda group: (spread, network))
+        self.see(1, 1)
+        for index in range(fed):
+            self.worker.feed(Item(Position(0, index), self.spreads, samples=8), 0.0)
+        for _ in range(2):
+            self.answer_pulls(self.sent())
+        assert self.worker.take() is not None
+        self.worker.finish(self.gradients, 0.0)
+        pushes = [message for _, message in self.sent()]
+        assert [isinstance(push, Push) and push.stage and push.returns for push in pushes] == [1, 1]
+        self.answer(0, Pushed(1, applied=False, rows=1), network[:1] + 3)
+        assert self.sent() == []
+        assert self.worker.take() is None
+        self.answer(1, Pushed(1, applied=False, rows=1), network[:1] + 4)
+        self.asked = self.sent()
+
+    def see(self, revision: int, incarnation: int) -> None:
+        """Adopt a view in which server 1 has this incarnation."""
+        servers = (
+            ServerInView(0, 1, "there", starts=True),
+            ServerInView(1, incarnation, f"there {incarnation}", starts=True),
+        )
+        view = View(ViewNumber(1, revision), "running", servers, (WorkerInView(0, 1, starts=True),))
+        self.worker.receive(Envelope(Peer("supervisor"), self.worker.me, view), 0.0)
+
+    def sent(self) -> list[tuple[int, Message]]:
+        """What it has sent to servers since the last call."""
+        found = [(e.target.slot, e.message) for e in self.worker.outbox if e.target.role == "server"]
+        self.worker.outbox.clear()
         return found
 
-    def answer(server: int, message: Message, *frames: Frame) -> None:
-        worker.receive(Envelope(Peer("server", server, 1), worker.me, message, frames), 0.0)
+    def answer(self, server: int, message: Message, *frames: Frame, incarnation: int = 1) -> None:
+        """Let a server answer."""
+        source = Peer("server", server, incarnation)
+        self.worker.receive(Envelope(source, self.worker.me, message, frames), 0.0)
 
-    def answer_pulls(asked: list[tuple[int, Message]]) -> None:
+    def answer_pulls(self, asked: list[tuple[int, Message]], incarnation: int = 1) -> None:
+        """Let servers answer the pulls among these messages."""
         for server, message in asked:
             if isinstance(message, Pull):
-                frames = [(zeros, network)[part.group][:1] for part in message.parts]
-                answer(server, PulledRows(message.request, message.parts), *frames)
+                frames = [self.gradients[part.group][:1] for part in message.parts]
+                rows = PulledRows(message.request, message.parts)
+                self.answer(server, rows, *frames, incarnation=incarnation)
 
-    for index in range(3):
-        worker.feed(Item(Position(0, index), [spread, spread], samples=8), 0.0)
-    answer_pulls(sent())
-    answer_pulls(sent())
-    first = worker.take()
-    assert first is not None
-    worker.finish([zeros, network], 0.0)
-    (_, push), _ = sent()
-    assert isinstance(push, Push)
-    assert push.stage
-    assert push.returns == 1
-    answer(0, Pushed(1, applied=False, rows=1), network[:1] + 3)
-    assert sent() == []
-    assert worker.take() is None
-    answer(1, Pushed(1, applied=False, rows=1), network[:1] + 4)
-    asked = sent()
-    for server in range(2):
-        commit, pull = (message for slot, message in asked if slot == server)
-        assert commit == Commit(1)
-        assert isinstance(pull, Pull)
-        assert pull.after == 1, "of the third batch, which may lack one"
+
+def test_nothing_waits_for_the_answers_to_a_commit() -> None:
+    """Staged answers bring the network that a push will leave; the pull that commits the push contains it."""
+    case = Committing()
+    worker = case.worker
+    pulls = [message for _, message in case.asked]
+    assert [server for server, _ in case.asked] == [0, 1]
+    assert [(type(pull), pull.after, pull.commits) for pull in pulls if isinstance(pull, Pull)] == [
+        (Pull, 1, True)  # of the third batch, which may lack one
+    ] * 2
     second = worker.take()
     assert second is not None
     assert second.rows[-1][:, 0].tolist() == [3, 4]
-    worker.finish([zeros, network], 0.0)
-    assert sent() == [], "a push waits until the last is applied"
+    worker.finish(case.gradients, 0.0)
+    assert case.sent() == [], "a push waits until the last is applied"
+    case.answer_pulls(case.asked[:1])
     assert worker.applied == 0
-    for server in range(2):
-        answer(server, Pushed(1, applied=True))
+    case.answer_pulls(case.asked[1:])
     assert worker.applied == 1
-    assert [type(message) for _, message in sent()] == [Push, Push]
+    assert [type(message) for _, message in case.sent()] == [Push, Push]
+
+
+def test_a_commit_that_no_pull_carries_is_sent_by_itself() -> None:
+    case = Committing(fed=2)
+    assert case.asked == [(0, Commit(1)), (1, Commit(1))]
+    for server in range(2):
+        case.answer(server, Pushed(1, applied=True))
+    assert case.worker.applied == 1
+
+
+def test_a_commit_has_an_answer_of_its_own_if_the_rows_are_late() -> None:
+    case = Committing()
+    for server in range(2):
+        case.answer(server, Pushed(1, applied=True))
+    assert case.worker.applied == 1
+    case.answer_pulls(case.asked)
+    assert case.worker.applied == 1
+
+
+def test_a_commit_is_repeated_by_itself() -> None:
+    case = Committing()
+    case.answer_pulls(case.asked[:1])
+    case.worker.tick(60.0)
+    again = [message for server, message in case.sent() if server == 1]
+    assert Commit(1) in again
+    assert Commit(1) not in [message for server, message in case.sent() if server == 0]
+
+
+def test_rows_of_a_replaced_server_do_not_answer_the_commit_to_its_predecessor() -> None:
+    """It may have the rows that the push left, and yet lack what the push did to the network."""
+    case = Committing()
+    case.answer_pulls(case.asked[:1])
+    case.see(2, 2)
+    asked = [(server, message) for server, message in case.sent() if server == 1]
+    assert [type(message) for _, message in asked if isinstance(message, Push | Commit)] == [Push, Commit]
+    case.answer_pulls(asked, incarnation=2)
+    assert case.worker.applied == 0
+    case.answer(1, Pushed(1, applied=True), incarnation=2)
+    assert case.worker.applied == 1

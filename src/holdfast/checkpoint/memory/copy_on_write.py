@@ -78,8 +78,6 @@ class CopyOnWrite:
         on_read: OnRead = lambda group, rows, logged: None,
     ) -> None:
         self.live = live
-        self.waited_seconds = 0.0
-        """How long training waited for room in the side log."""
         self._places = {
             t.name: (g, n) for g, group in enumerate(live.groups) for n, t in enumerate(group.tables)
         }
@@ -88,7 +86,9 @@ class CopyOnWrite:
         self._changed_at = time.monotonic()
         self._max_wait_seconds = math.inf if max_wait_seconds is None else max_wait_seconds
         self._lock = threading.Lock()
-        self._waiting = 0
+        self._waited_seconds = 0.0
+        self._waiting: list[float] = []
+        """Since when threads wait for room."""
         self._buffers: list[NDArray[np.uint8]] = []
         self._wanted = wanted
         counts = [g.rows for g in live.groups] if wanted is None else [len(ids) for ids in wanted]
@@ -115,12 +115,24 @@ class CopyOnWrite:
     @property
     def is_waited_for(self) -> bool:
         """Whether training waits for a block: the writing thread should not rest."""
-        return self._waiting > 0
+        return bool(self._waiting)
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long training has waited for room in the side log; also if it has not noticed yet that there is
+        some."""
+        now = time.perf_counter()
+        return self._waited_seconds + sum(now - since for since in self._waiting.copy())
 
     @property
     def is_idle(self) -> bool:
         """Whether no row has changed for a while: nobody needs the processor."""
         return time.monotonic() - self._changed_at > self._idle_seconds
+
+    @property
+    def fullness(self) -> float:
+        """Which share of the side log is in use, in the group with the largest; 0 if none can get full."""
+        return max((log.fullness for log in self._logs), default=0.0)
 
     @property
     def peak_bytes(self) -> int:
@@ -176,7 +188,7 @@ class CopyOnWrite:
         """Wait for room in the side log; False: there is none yet, and nobody should wait any longer."""
         # No condition variable: an interrupt could leave its lock acquired forever.
         started = time.perf_counter()
-        self._waiting += 1
+        self._waiting.append(started)
         try:
             while not (self.is_over() or log.has_room):
                 if self.unannounced or time.perf_counter() - started > self._max_wait_seconds:
@@ -184,8 +196,8 @@ class CopyOnWrite:
                 time.sleep(_POLL_SECONDS)
             return True
         finally:
-            self._waiting -= 1
-            self.waited_seconds += time.perf_counter() - started
+            self._waiting.remove(started)
+            self._waited_seconds += time.perf_counter() - started
 
     # The thread that writes
 
@@ -295,7 +307,8 @@ class FrozenRows:
 
 
 class _SideLog:
-    """The side log of one group. Every call but ``has_room`` is made under the snapshot's lock."""
+    """The side log of one group. Every call but ``has_room`` and ``fullness`` is made under the snapshot's
+    lock."""
 
     def __init__(self, group: Group, max_bytes: int, row_multiple: int, wanted: RowIds | None) -> None:
         self._row_bytes = np.array([field.live_bytes for field in group.fields], np.int64)
@@ -316,12 +329,21 @@ class _SideLog:
         self._row_of = np.empty(slots, np.int64)
         self._free = np.empty(slots, np.int32)
         self._state = np.zeros(3, np.int64)
+        self._limit = slots if slots < count else 0
+        """How many rows fit; 0: all do."""
         self._is_freed = False
 
     @property
     def has_room(self) -> bool:
         """Whether a row can be added, or none needs to be any more."""
         return self._is_freed or bool(self._state[USED] - self._state[FREE] < len(self._nexts))
+
+    @property
+    def fullness(self) -> float:
+        """Which share of the slots is in use; 0 if there is one for every row."""
+        if self._is_freed or not self._limit:
+            return 0.0
+        return float(self._state[USED] - self._state[FREE]) / self._limit
 
     @property
     def peak_bytes(self) -> int:

@@ -53,6 +53,11 @@ class Cancellation:
             or (frozen is not None and (frozen.is_waited_for or frozen.is_idle))
         )
 
+    def pause_length(self) -> float:
+        """How long its pauses should be, relative to usual ones: the fuller the side log, the shorter. If it
+        were full, training would wait."""
+        return 1.0 if self.snapshot is None else 1.0 - self.snapshot.fullness
+
 
 def share_of(policy: Policy, *, baseline: bool) -> float:
     """The share of a processor that writing a version may take: a baseline's is limited even by default."""
@@ -105,7 +110,7 @@ def write_rows(
     """Encode rows (of each group) and write them as a version's files; raises what ``wanted`` raises."""
     share = share_of(policy, baseline=baseline)
     # A baseline's files are large: even without rests the store is to write them past the page cache.
-    throttle = Throttle(share, wanted.hurries) if share < 1 or baseline else None
+    throttle = Throttle(share, wanted.hurries, wanted.pause_length) if share < 1 or baseline else None
     with closing(encoder.blocks_ahead(rows, throttle)) as blocks, _pausing(store, throttle):
         return shard.write(
             store, version, blocks, baseline=baseline, check=wanted.check, file_bytes=file_bytes

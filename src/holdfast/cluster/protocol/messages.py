@@ -57,6 +57,8 @@ class Pull(Struct, frozen=True, array_like=True, tag="pull"):
     parts: tuple[Part, ...]
     after: int = 0
     """A push of this worker that the rows must contain; the server waits until it has applied it."""
+    commits: bool = False
+    """Whether this is the ``Commit`` of that push, too; the rows answer both."""
 
 
 class PulledRows(Struct, frozen=True, array_like=True, tag="rows"):
@@ -134,7 +136,8 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
 
 
 class Commit(Struct, frozen=True, array_like=True, tag="commit"):
-    """Worker → server: all servers have staged this push; apply it."""
+    """Worker → server: all servers have staged this push; apply it. Usually a pull does this
+    (``Pull.commits``)."""
 
     sequence: int
 

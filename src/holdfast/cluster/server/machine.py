@@ -581,8 +581,9 @@ class Server:
         answer = self._ledger.push(
             source, message.sequence, message.batch, updates, samples=message.samples, stage=message.stage
         )
-        self._serve_ahead(source)
-        return self._with_rows(self._with_kept(answer, source), source, updates, message.returns)
+        answered = self._with_rows(self._with_kept(answer, source), source, updates, message.returns)
+        self._serve_ahead(source)  # afterwards: a pull may commit the push
+        return answered
 
     def _commit(self, envelope: Envelope, message: Commit) -> tuple[Pushed | Refused | None, Sequence[Frame]]:
         source = envelope.source
@@ -594,6 +595,21 @@ class Server:
         answer = self._with_kept(self._ledger.commit(source, message.sequence), source)
         self._serve_ahead(source)
         return answer, ()
+
+    def _commit_before(self, envelope: Envelope, message: Pull) -> Pushed | None:
+        """Process the commit that a pull carries. Returns its answer if the push is applied now; otherwise
+        the worker sends the commit by itself when it finds no answer."""
+        source = envelope.source
+        if self._ledger.applied(source.slot) >= message.after:
+            return None
+        for group, places, _ in pulled_rows(message.parts, envelope.frames):
+            self.shards[group].check(places, once=False)  # now: a message that is refused changes nothing
+        answer = self._ledger.commit(source, message.after)
+        if not isinstance(answer, Pushed):
+            return None
+        self._note_changes(source.slot)
+        self._serve_ahead(source)
+        return answer
 
     def _is_ahead(self, envelope: Envelope, message: Pull) -> bool:
         """Whether a pull has overtaken the push whose effect it must see; if so, it is deferred."""
@@ -623,6 +639,15 @@ class Server:
         return answer, ()
 
     def _pull(self, envelope: Envelope, message: Pull) -> tuple[PulledRows | None, Sequence[Frame]]:
+        committed = self._commit_before(envelope, message) if message.commits else None
+        answer, frames = self._pulled(envelope, message)
+        if committed is not None and (answer is None or answer.not_installed):
+            # The rows come later: the commit gets an answer of its own.
+            told = self._kept.answer(committed, envelope.source.slot, self._now)
+            self.outbox.append(Envelope(self.me, envelope.source, told))
+        return answer, frames
+
+    def _pulled(self, envelope: Envelope, message: Pull) -> tuple[PulledRows | None, Sequence[Frame]]:
         if self._is_ahead(envelope, message):
             return None, ()
         missing = tuple(p.group for p in message.parts if not shard_of(self.shards, p).installed)

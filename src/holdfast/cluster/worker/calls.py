@@ -118,6 +118,8 @@ class _Question:
     retry: Retry
     refused: float = -math.inf
     """When the server last refused it."""
+    carrier: int = 0
+    """Of a commit: the request of the pull that carries it; 0: none does."""
 
 
 @dataclass
@@ -194,6 +196,8 @@ class Calls:
         self._servers: dict[int, ServerInView] = {}
         self._pulls: dict[int, PullCall] = {}
         self._pushes: deque[PushCall] = deque()
+        self._uncommitted: set[int] = set()
+        """Servers to which the last push's commit has not been sent yet."""
         self._kept = [0] * plan.servers
         self._installed_groups = [g for g, group in enumerate(plan.groups) if group.initial == "installed"]
         self._ask_kept = Retry(plan.timing.retry_seconds)
@@ -263,7 +267,12 @@ class Calls:
             wanted = [(g, s.places[s.at(server)]) for g, s in enumerate(spreads)]
             parts = tuple(Part(g, len(places)) for g, places in wanted if len(places))
             if parts:
-                self._ask(call, server, Pull(call.request, parts, after), [p for _, p in wanted if len(p)])
+                commits = server in self._uncommitted and after == self._pushes[-1].sequence
+                if commits:
+                    self._uncommitted.remove(server)
+                    self._pushes[-1].questions[server].carrier = call.request
+                places = [places for _, places in wanted if len(places)]
+                self._ask(call, server, Pull(call.request, parts, after, commits=commits), places)
         if not call.done:
             self._pulls[call.request] = call
         return call
@@ -308,8 +317,16 @@ class Calls:
             self._ask_push(call, server)
         return call
 
+    def send_commits(self) -> None:
+        """Send the commits of a push that all servers have staged, except those that pulls have carried since
+        then."""
+        while self._uncommitted:
+            server = self._uncommitted.pop()
+            self._send(server, self._pushes[-1].questions[server])
+
     def receive(self, envelope: Envelope, now: float) -> None:
-        """Process a server's answer; unexpected ones are dropped."""
+        """Process a server's answer; unexpected ones are dropped. Call ``send_commits`` after the pulls that
+        it makes possible."""
         self._now = now
         server, message = envelope.source.slot, envelope.message
         known = self._servers.get(server)
@@ -407,6 +424,8 @@ class Calls:
         del call.questions[server]
         if call.done:
             del self._pulls[message.request]
+        if question.commits:
+            self._take_commit(server, message.request)
         here = call.spreads[-1].at(server)
         self._copy(server, message.marks, call.spreads[-1].places[here], call.rows[-1][here])
 
@@ -477,7 +496,16 @@ class Calls:
             # applied it already, sent by an older incarnation, may answer last.
             call.committing = True
             for each in call.frames:
-                self._ask_push(call, each)
+                call.questions[each] = self._question(Commit(call.sequence), ())
+            self._uncommitted = set(call.frames)
+
+    def _take_commit(self, server: int, request: int) -> None:
+        """A pull that carried a commit was answered: the push is applied there."""
+        call = self._pushes[-1] if self._pushes else None
+        commit = call.questions.get(server) if call is not None else None
+        if call is not None and commit is not None and commit.carrier == request:
+            del call.questions[server]
+            self._drop_kept()
 
     def _take_refusal(self, server: int, message: Refused) -> None:
         call = self._numbered(message.sequence)
@@ -496,6 +524,7 @@ class Calls:
                 self._send(server, question)
 
     def _ask_push(self, call: PushCall, server: int) -> None:
+        self._uncommitted.discard(server)
         if call.committing:
             self._ask(call, server, Commit(call.sequence), ())
         else:
@@ -508,10 +537,13 @@ class Calls:
         return Push(call.sequence, call.batch, call.samples, parts, stage=stage, returns=returns), frames
 
     def _ask(self, call: Call, server: int, message: Message, frames: Sequence[Frame]) -> None:
+        call.questions[server] = self._question(message, frames)
+        self._send(server, call.questions[server])
+
+    def _question(self, message: Message, frames: Sequence[Frame]) -> _Question:
         question = _Question(message, frames, self._now, Retry(self._plan.timing.retry_seconds, factor=2))
         question.retry.begin(self._now)
-        call.questions[server] = question
-        self._send(server, question)
+        return question
 
     def _send(self, server: int, question: _Question) -> None:
         self._post(server, question.message, question.frames)

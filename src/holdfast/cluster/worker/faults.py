@@ -2,9 +2,9 @@
 
 A fault is written ``ACTION@POINT:SEQUENCE`` or ``ACTION@POINT:SEQUENCE:COUNT``. Actions: "kill" (SIGKILL),
 "stop" (SIGSTOP; the test resumes it). Points: "pulled" (the rows of a batch have arrived), "computed" (its
-gradients are computed, and nothing was sent), "push" and "commit" (COUNT of these messages are sent),
-"pushed" (all servers have applied it). ``SEQUENCE`` is the number of the worker's push, from 1; "*" is the
-next one after the process received SIGUSR1.
+gradients are computed, and nothing was sent), "push" and "commit" (COUNT of these messages are sent; a pull
+may carry a commit), "pushed" (all servers have applied it). ``SEQUENCE`` is the number of the worker's push,
+from 1; "*" is the next one after the process received SIGUSR1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster.protocol.messages import Commit, Position, Push
+from holdfast.cluster.protocol.messages import Commit, Position, Pull, Push
 from holdfast.cluster.protocol.wire import Message
 from holdfast.errors import ConfigError
 
@@ -81,16 +81,14 @@ class Faults:
 
     def before(self, message: Message) -> None:
         """Note that a message is about to be sent."""
-        kind = _kind(message)
+        kind, sequence = _kind(message)
         if kind:
-            sequence = message.sequence  # type: ignore[union-attr]
             self.reach(kind, sequence, self._sent[kind, sequence])
 
     def after(self, message: Message) -> None:
         """Note that a message has been handed to the transport."""
-        kind = _kind(message)
+        kind, sequence = _kind(message)
         if kind:
-            sequence = message.sequence  # type: ignore[union-attr]
             self._sent[kind, sequence] += 1
             self.reach(kind, sequence, self._sent[kind, sequence])
 
@@ -121,5 +119,12 @@ def acknowledged_path(folder: Path, worker: int) -> Path:
     return folder / f"acknowledged-{worker}"
 
 
-def _kind(message: Message) -> str:
-    return "push" if isinstance(message, Push) else "commit" if isinstance(message, Commit) else ""
+def _kind(message: Message) -> tuple[str, int]:
+    """What a message does to which push; "": nothing."""
+    if isinstance(message, Push):
+        return "push", message.sequence
+    if isinstance(message, Commit):
+        return "commit", message.sequence
+    if isinstance(message, Pull) and message.commits:
+        return "commit", message.after
+    return "", 0

@@ -225,7 +225,8 @@ class Worker:
 
         Rows of tables may lack ``staleness`` of this worker's own updates. The network may lack none: every
         batch changes all of it, and steps that do not see each other overshoot, most of all at the start.
-        There is no need to wait for answers to a commit: servers process it before later requests.
+        There is no need to wait for answers to a commit: the pull carries it, or servers process it before
+        later requests.
         """
         after = item.sequence - 1 - self.plan.staleness
         if item.pull is None and after <= self.calls.certain:
@@ -282,5 +283,6 @@ class Worker:
             )
         for item in self._fed:
             self._pull(item, now)
+        self.calls.send_commits()
         if self.state != self._told and self.state in ("held", "done", "failed"):
             self.beat(now)
