@@ -2,9 +2,10 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# One worker per processor; the tests of a file stay together, so that they share what is costly to start, and
+# One worker more than processors, as tests often wait; the tests of a file stay together, so that they share what is costly to start, and
 # files run in the order in which they are collected: those that take longest first.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=60
+WORKERS := $(shell expr $$(nproc) + 1)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=60
 # Jobs with failures on virtual time that `make soak` runs.
 SCHEDULES ?= 10000
 # Faults that `make mutants` puts into the code, one at a time; SEED draws the same ones again, ONLY names a part of a path.

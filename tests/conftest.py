@@ -26,13 +26,27 @@ settings.register_profile("unhurried", settings.default, deadline=None)
 settings.load_profile("unhurried")
 
 
-# Files whose tests take longest: begun last, one processor would wait for the other at the end.
+# Files whose tests take a minute or more, the longest first, and folders of other long ones. Begun last, one
+# processor would wait for the others at the end.
+_LONGEST = (
+    "e2e/test_commands.py", "cluster/test_server_deaths.py", "cluster/saving/test_saving.py",
+    "tests/test_tutorials.py", "e2e/test_stopping.py", "e2e/test_job_commands.py", "sim/test_protected.py",
+    "cluster/test_partial_recovery.py", "cluster/test_kills.py", "e2e/test_failing_checkpoints.py",
+    "e2e/test_ckpt_commands.py", "e2e/test_planning_commands.py", "checkpoint/saving/test_crash.py",
+    "sim/test_emulator.py", "checkpoint/torch/test_foreign_writes.py",
+)  # fmt: skip
 _LONG = ("cluster", "e2e", "sim", "bench", "chaos", "test_docs.py", "test_readme.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run them first."""
-    items.sort(key=lambda item: not any(part in _LONG for part in item.path.parts))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    path = item.path.as_posix()
+    turn = next((n for n, name in enumerate(_LONGEST) if path.endswith(name)), len(_LONGEST))
+    return turn + (turn == len(_LONGEST) and not any(part in _LONG for part in item.path.parts))
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ class Cancellation:
     def pause_length(self) -> float:
         """How long its pauses should be, relative to usual ones: the fuller the side log, the shorter. If it
         were full, training would wait."""
-        return 1.0 if self.snapshot is None else 1.0 - self.snapshot.fullness
+        return 1.0 if self.snapshot is None else 1.0 - self.snapshot.fullness**2
 
 
 def share_of(policy: Policy, *, baseline: bool) -> float:
