@@ -32,7 +32,7 @@ class Timing(Struct, frozen=True, kw_only=True):
     counts, the job restarts from its checkpoint. Longer than a process may take to start."""
 
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 4 << 20
 """Bytes recovered at a time, unless ``chunk_rows`` is set."""
 
 

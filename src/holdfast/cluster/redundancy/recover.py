@@ -32,10 +32,8 @@ from holdfast.tables.shard import GroupShard
 _AGAIN_SECONDS = 0.5
 _HOPELESS_SECONDS = 0.5
 _MOST_ROUNDS = 3
-_MOST_SCANS = 4
-"""Chunks of the scan on their way to one parity server, …"""
-_BUSY_SCANS = 2
-"""… and while workers send requests: rows that those wait for queue behind them."""
+_MOST_SCANS = 2
+"""Chunks of the scan on their way to one parity server: rows that workers wait for queue behind them."""
 _MOST_ASKS = 64
 """If so many requests are unanswered, the scan does not add to them."""
 _FIRST_SECONDS = 0.1
@@ -253,8 +251,7 @@ class Recovery:
             return
         if any(ask.wanted and now - ask.began < _FIRST_SECONDS for ask in self._asks.values()):
             return
-        most = _MOST_SCANS if self._throttle.is_quiet(now) else _BUSY_SCANS
-        for asks in range(1, most + 1):
+        for asks in range(1, _MOST_SCANS + 1):
             for (group, member), cursor in self._cursors.items():
                 while cursor.asks < asks and cursor.first < len(self._missing[group]):
                     k = self._plan.placements[group].k
