@@ -242,15 +242,13 @@ class TestScan:
         want(node, [20])
         assert self.asked(servers) == [(0, [10])], "nobody waits for the scan"
 
-    def test_more_chunks_while_workers_are_quiet(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Otherwise rows that a worker waits for queue behind them."""
-        monkeypatch.setattr("holdfast.cluster.redundancy.recover._MOST_SCANS", 3)
-        for quiet, chunks in ((True, 3), (False, 2)):
-            servers, node = self.begun(share=1.0)
-            if not quiet:
-                node.throttle.note_request(servers.now)
-            servers.tick(0.1)
-            assert len(self.asked(servers)) == 2 * chunks
+    @pytest.mark.parametrize("chunks", [1, 3])
+    def test_only_so_many_chunks_are_on_their_way(self, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+        """Rows that a worker waits for queue behind them."""
+        monkeypatch.setattr("holdfast.cluster.redundancy.recover._MOST_SCANS", chunks)
+        servers, _ = self.begun(share=1.0)
+        servers.tick(0.1)
+        assert len(self.asked(servers)) == 2 * chunks
 
     def test_the_next_chunk_follows_an_answer(self) -> None:
         servers, node = self.begun()
