@@ -320,7 +320,7 @@ class ErasureCode(Struct, frozen=True, tag_field="kind", tag="erasure-code", for
             copy, so that the loss of any server ends the job.
         rings: form rings of k + r servers that share no stripe. More than r failures are then survived
             unless they fall into one ring.
-        chunk_rows: rows per chunk of background recovery. None: 2 MB of rows.
+        chunk_rows: rows per chunk of background recovery. None: 4 MB of rows.
         recovery_share: share of time for background recovery while workers are busy and processors are
             scarce, otherwise it takes all; 1: no throttling. None: 1 if servers have processors of their
             own, else 0.3.
