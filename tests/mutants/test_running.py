@@ -86,6 +86,7 @@ def test_the_table_names_nothing_that_is_gone() -> None:
     assert [name for name in sorted(named) if not (ROOT / "tests" / name).exists()] == []
 
 
+@pytest.mark.soak
 def test_every_mutant_that_is_accepted_as_equivalent_can_be_made() -> None:
     accepted = Equivalents.read(Path(__file__).with_name("equivalent.txt"))
     made = {
