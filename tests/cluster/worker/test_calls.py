@@ -278,9 +278,9 @@ def test_a_commit_is_repeated_by_itself() -> None:
     case = Committing()
     case.answer_pulls(case.asked[:1])
     case.worker.tick(60.0)
-    again = [message for server, message in case.sent() if server == 1]
-    assert Commit(1) in again
-    assert Commit(1) not in [message for server, message in case.sent() if server == 0]
+    again = case.sent()
+    assert (1, Commit(1)) in again
+    assert (0, Commit(1)) not in again
 
 
 def test_rows_of_a_replaced_server_do_not_answer_the_commit_to_its_predecessor() -> None:

@@ -196,8 +196,8 @@ class CopyOnWrite:
                 time.sleep(_POLL_SECONDS)
             return True
         finally:
+            self._waited_seconds += time.perf_counter() - started  # first: a report may be made in between
             self._waiting.remove(started)
-            self._waited_seconds += time.perf_counter() - started
 
     # The thread that writes
 
