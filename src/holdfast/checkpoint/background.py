@@ -1,15 +1,16 @@
 """A background thread that runs one job at a time and never loses an error.
 
 Ctrl-C may interrupt a trainer anywhere in this module, and the trainer may continue afterwards.
-``threading.Condition``, and everything built upon it, acquires its lock in Python code. An interrupt there
-can leave the lock acquired with nobody to release it, and the other thread would wait forever. So this
-module takes locks with ``with lock``, which cannot be interrupted half-way, and a trainer waits for a
-``Latch``, not for an event or a future.
+``threading.Condition``, and everything built upon it, takes and releases its lock in Python code. An
+interrupt there can leave the lock acquired with nobody to release it, and the other thread would wait for
+ever. So this module takes locks with ``with lock``, which cannot be interrupted half-way; a trainer waits for
+a ``Latch``, not for an event, a future or the end of a thread; and only the background thread opens latches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 
 _LONGEST_SLEEP_SECONDS = 0.05
-"""The longest time until a throttle checks whether it is still needed."""
+"""The longest time until a throttle checks whether it is still needed, and a latch whether it is open."""
 
 
 class Latch:
@@ -37,10 +38,28 @@ class Latch:
         """Whether it has been opened."""
         return not self._closed.locked()
 
-    def wait(self) -> None:
-        """Return when it has been opened."""
-        with self._closed:
-            pass
+    def wait(self, most_seconds: float | None = None) -> bool:
+        """Return when it has been opened; False on timeout."""
+        if most_seconds is None:
+            with self._closed:
+                return True
+        end = time.monotonic() + most_seconds
+        while not self.is_open():  # acquire() with a timeout could be interrupted before the release
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, _LONGEST_SLEEP_SECONDS))
+        return True
+
+
+class _Task:
+    """A place in the queue."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self.job: Callable[[], None] | None = job
+        """None if it was withdrawn, or has ended: it may hold a snapshot of gigabytes."""
+        self.taken = Latch()
+        self.ended = Latch()
 
 
 class Background:
@@ -52,38 +71,54 @@ class Background:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.RLock()
-        self._condition = threading.Condition(self._lock)
-        self._waiting: Callable[[], None] | None = None
-        self._running: Callable[[], None] | None = None
+        # A wake-up comes before what it announces, and the lock is held for both: the thread sees both, or
+        # wakes up for nothing if an interrupt came in between.
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._waiting: _Task | None = None
+        self._running: _Task | None = None
         self._closed = False
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._ended = Latch()
+        self._process = os.getpid()
+        # Not at the first job: threading.Thread.start is one of those that an interrupt can break.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queue a job; blocks while another one is queued."""
+        while (ahead := self._queue(job)) is not None:
+            ahead.taken.wait()
+
+    def _queue(self, job: Callable[[], None]) -> _Task | None:
+        """Queue a job, or return the one that is queued already."""
         with self._lock:
-            self._condition.wait_for(lambda: self._waiting is None or self._closed)
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed and takes no more jobs")
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()  # before the job is noted: without a thread nobody would ever do it
-                self._thread = thread
-            self._waiting = job
-            self._condition.notify_all()
+            ahead = self._waiting
+            if ahead is not None and ahead.job is not None:
+                return ahead
+            self._wakeups.put(None)
+            if ahead is not None:
+                ahead.job = job
+            else:
+                self._waiting = _Task(job)
+            return None
 
     def withdraw(self, job: Callable[[], None]) -> bool:
         """Remove a job from the queue; False if it is running."""
         with self._lock:
-            if self._waiting is job:
-                self._waiting = None
-                self._condition.notify_all()
-            return self._running is not job
+            if self._waiting is not None and self._waiting.job is job:
+                self._waiting.job = None
+            return self._running is None or self._running.job is not job
 
     def wait(self) -> None:
         """Return when no job is running or queued."""
-        with self._lock:
-            self._condition.wait_for(lambda: self._waiting is None and self._running is None)
+        while True:
+            with self._lock:
+                task = self._waiting or self._running
+            if task is None:
+                return
+            task.ended.wait()
 
     def raise_error(self) -> None:
         """Raise the error of the last failed job, once."""
@@ -95,34 +130,42 @@ class Background:
     def close(self, most_seconds: float | None = None) -> bool:
         """Finish all jobs and end the thread; False on timeout. You may call it twice."""
         with self._lock:
+            self._wakeups.put(None)
             self._closed = True
-            self._condition.notify_all()
-            thread = self._thread
-        # The garbage collector may close it from the thread itself.
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(most_seconds)
-            return not thread.is_alive()
+        # The garbage collector may close it from the thread itself. A forked child has no thread to wait for.
+        if self._thread is threading.current_thread() or self._process != os.getpid():
+            return True
+        # Thread.join, when it is interrupted, takes a thread that runs for one that has ended.
+        if not self._ended.wait(most_seconds):
+            return False
+        self._thread.join()
         return True
 
     def _run(self) -> None:
         while True:
+            self._wakeups.get()
             with self._lock:
-                self._condition.wait_for(lambda: self._waiting is not None or self._closed)
-                job, self._waiting = self._waiting, None
-                if job is None:
+                task, self._waiting = self._waiting, None
+                self._running = task
+                if task is None and self._closed:
+                    self._ended.open()
                     return
-                self._running = job
-                self._condition.notify_all()
-            try:
-                job()
-            except BaseException as error:
-                with self._lock:
-                    self._error = error
-            finally:
-                del job  # it may hold a snapshot of gigabytes
-                with self._lock:
-                    self._running = None
-                    self._condition.notify_all()
+            if task is not None:
+                self._do(task)
+
+    def _do(self, task: _Task) -> None:
+        task.taken.open()
+        try:
+            if task.job is not None:
+                task.job()
+        except BaseException as error:
+            with self._lock:
+                self._error = error
+        finally:
+            task.job = None
+            with self._lock:
+                self._running = None
+            task.ended.open()
 
 
 class Throttle:

@@ -117,7 +117,8 @@ class Checkpointer:
                 self._lock = self._cleanup.enter_context(
                     self.store.lock_writer(self.policy.lock_wait_seconds)
                 )
-            self._writer = Writer(self.store, self.policy, self.events)
+                self._writer = Writer(self.store, self.policy, self.events)
+            self._cleanup.callback(self._writer.finish, most_seconds=0)  # its thread, if what follows fails
             self._writer.bind(self._objects.live_tables())
             writer = self._writer  # its hooks know no more: a model must not keep a forgotten one of us alive
             self._watch = Watch(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ import torch
 import holdfast as hf
 from holdfast.checkpoint import checkpointer as api
 from holdfast.checkpoint.background import Background, Latch
+from holdfast.checkpoint.saving.writer import Writer
 from holdfast.checkpoint.store.local import LocalStore
 from tests.checkpoint.by_hand import SECONDS, Rows, in_time, restored
 
@@ -57,6 +62,20 @@ def test_a_checkpointer_that_nobody_closed(tmp_path: Path, caplog: pytest.LogCap
     assert not run.table._forward_pre_hooks
     with hf.Checkpointer(tmp_path, run.objects) as ckpt:
         assert ckpt.restore() == 1
+
+
+def test_one_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = Rows()
+    before = set(threading.enumerate())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "bind", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            hf.Checkpointer(tmp_path, run.objects)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(SECONDS)
+    assert set(threading.enumerate()) <= before
+    with hf.Checkpointer(tmp_path, run.objects) as ckpt:
+        assert ckpt.save(0) == 1
 
 
 def test_a_program_that_ends_without_closing(tmp_path: Path) -> None:
@@ -181,6 +200,82 @@ class TestBackground:
         assert in_time(lambda: background.submit(latch.open)) is None
         assert in_time(latch.wait) is None
         assert in_time(background.close) is None
+
+    @pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    )  # in a weak reference's callback
+    def test_interrupts_at_every_instruction_leave_nothing_locked(self) -> None:
+        """Wherever the interpreter takes one: after a call, at a jump back, where a function begins."""
+        for place in itertools.count(0):
+            background = Background("test")
+
+            def work(background: Background = background) -> None:
+                for latch in [Latch() for _ in range(3)]:
+                    job = latch.open
+                    background.submit(job)
+                    background.withdraw(job)
+                background.submit(Latch().open)
+                background.wait()
+
+            took = _interrupt(work, place)
+            latch = Latch()
+            assert in_time(lambda b=background, latch=latch: b.submit(latch.open)) is None, place  # type: ignore[misc]
+            assert in_time(latch.wait) is None, place
+            assert in_time(background.wait) is None, place
+            assert in_time(background.close) is None, place
+            if not took:
+                break
+        assert place > 20
+
+    @pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    )  # in a weak reference's callback
+    def test_interrupts_while_it_closes(self) -> None:
+        """It can be closed again, and every job is done by then."""
+        for place in itertools.count(0):
+            background, done = Background("test"), Latch()
+
+            def job(done: Latch = done) -> None:
+                time.sleep(0.002)
+                done.open()
+
+            background.submit(job)
+            took = _interrupt(background.close, place)
+            assert in_time(background.close) is None, place
+            assert done.is_open(), place
+            if not took:
+                break
+        assert place > 5
+
+
+_INTERRUPTIBLE = {dis.opmap[name] for name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")}
+"""The instructions after which the interpreter looks for signals."""
+
+
+def _interrupt(work: Callable[[], object], place: int) -> bool:
+    """Do the work with an interrupt at one place where the interpreter may take it; False if it has fewer."""
+    seen = 0
+    before: dict[FrameType, int] = {}
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal seen
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            last = before.get(frame)
+            before[frame] = frame.f_code.co_code[frame.f_lasti]
+            if last in _INTERRUPTIBLE:
+                seen += 1
+                if seen == place + 1:
+                    raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            work()
+    finally:
+        sys.settrace(None)
+    return seen > place
 
 
 def test_a_forgotten_one_that_cannot_end_now_ends_later(

@@ -44,17 +44,15 @@ def no_threads(after: int = 0) -> Iterator[None]:
 
 @pytest.mark.parametrize("quantize", [None, 4])
 def test_saving(tmp_path: Path, quantize: Any) -> None:
-    """What could not be saved for want of a thread is in the next version."""
+    """A Checkpointer has the thread that it needs, or cannot be made."""
     run = Run()
-    with hf.Checkpointer(tmp_path, run.objects, hf.Policy(strategy="incremental", quantize=quantize)) as ckpt:
-        run.train(2)
-        with no_threads(), pytest.raises(hf.CheckpointError, match=SENTENCE):
-            ckpt.save(1)
-        ckpt.save(1)
-        ckpt.wait()
+    policy = hf.Policy(strategy="incremental", quantize=quantize)
+    with no_threads(), pytest.raises(hf.CheckpointError, match=SENTENCE):
+        hf.Checkpointer(tmp_path, run.objects, policy)
+    with hf.Checkpointer(tmp_path, run.objects, policy) as ckpt:
         run.train(2)
         with no_threads():  # the one that writes is there, and does without others
-            ckpt.save(2)
+            ckpt.save(1)
             ckpt.wait()
         run.train(2)
         ckpt.save(3)
