@@ -4,7 +4,9 @@ A `Checkpointer` saves a small table again and again, of which a few rows change
 rounds, now and then a baseline. 10,000 versions take about a minute where syncing is quick.
 
 - ``scale.publish.bytes_per_version.versionsN``: bytes of manifests and segments written for a version, the
-  mean over the second half of the first *N* versions. A mean, because segments are merged now and then.
+  mean over the second half of the first *N* versions. A mean, because a manifest grows until its versions
+  become a segment, about every thirty versions, and segments are merged now and then. It begins and ends with
+  such a segment: otherwise that of few versions would say at which point of the cycle they happen to end.
 - ``scale.publish.seconds.versionsN``: seconds that publishing a version takes, over the same versions: all
   time in the catalog, also for writing and syncing; ``cpu_seconds`` is the processor time of that.
 - ``scale.publish.bytes_per_version``: that of the most versions over that of 100, or of the fewest.
@@ -43,16 +45,22 @@ class _Costs:
     """What was published for each version."""
 
     bytes: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    """How many segments were written."""
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
 
     def begin_version(self) -> None:
-        for values in (self.bytes, self.seconds, self.cpu_seconds):
+        for values in (self.bytes, self.segments, self.seconds, self.cpu_seconds):
             values.append(0)
 
     def mean(self, name: str, versions: int) -> float:
-        """Over the second half of the first ``versions``."""
-        values: list[float] = getattr(self, name)[versions // 2 : versions]
+        """Over the second half of the first ``versions``: over whole cycles, if there is one."""
+        begin, end = versions // 2, versions
+        cycles = [number + 1 for number in range(begin, end) if self.segments[number]]
+        if len(cycles) > 1:
+            begin, end = cycles[0], cycles[-1]
+        values: list[float] = getattr(self, name)[begin:end]
         return sum(values) / len(values)
 
 
@@ -137,7 +145,9 @@ def _measured(checkpointer: Checkpointer, costs: _Costs) -> Iterator[None]:
 
     def counting_put(name: str, parts: Sequence[Any]) -> int:
         size = put(name, parts)
-        costs.bytes[-1] += size if name.startswith(SEGMENT_FOLDER) else 0
+        if name.startswith(SEGMENT_FOLDER):
+            costs.bytes[-1] += size
+            costs.segments[-1] += 1
         return size
 
     def counting_publish(name: str, data: bytes) -> None:
