@@ -40,6 +40,7 @@ GROUPS = {
         "NoProtection",
         "Training",
         "Local",
+        "Ray",
     ],
     "Data": ["Reader", "Batch", "Synthetic", "Criteo", "Prefetch"],
     "Models": ["DLRM", "DeepFM", "PNN", "Recommender"],

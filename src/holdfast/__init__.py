@@ -45,6 +45,7 @@ from holdfast.options import (
     NoProtection,
     PartialRecovery,
     Policy,
+    Ray,
     Replication,
     Training,
 )
@@ -113,6 +114,7 @@ __all__ = [
     "Policy",
     "Prefetch",
     "QuantizedRows",
+    "Ray",
     "Reader",
     "Recommender",
     "Replication",

@@ -74,13 +74,18 @@ class EventLog:
 
 def _age(path: Path) -> float:
     """Seconds since the run of this log started; 0 if it starts now."""
+    return max(0.0, time.time() - started_at(path))
+
+
+def started_at(path: Path) -> float:
+    """When the run of this log started, in Unix seconds; now, if it has no event yet."""
     try:
         with open(path, "rb") as file:
             first = msgspec.json.decode(file.readline())
     except (FileNotFoundError, msgspec.DecodeError):
-        return 0.0
+        return time.time()
     started: float = first["time"] - first["seconds"]
-    return max(0.0, time.time() - started)
+    return started
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

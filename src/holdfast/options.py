@@ -510,6 +510,48 @@ class Local(Struct, frozen=True, kw_only=True):
     bind: str = "ipc"
 
 
+class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid_unknown_fields=True):
+    """The engine that runs a ``Job`` on the machines of a Ray cluster: ``pip install 'holdfast[ray]'``.
+
+    Servers are placed such that the loss of any one machine is one that the code covers.
+
+    Args:
+        address: of the cluster, as for ``ray.init``: "auto" is the one to which this machine belongs.
+        machines: how many machines to use. None: all that are there when the job starts.
+        spares: further machines that take over when one is lost.
+        spread: what to do where the loss of a machine would lose rows although servers have a code: "require"
+            raises ConfigError, "prefer" continues.
+        server_cpus: processors to reserve for each server.
+        worker_cpus: processors to reserve for each worker.
+        server_memory: bytes of memory to reserve for each server.
+        worker_memory: bytes of memory to reserve for each worker.
+        silent_seconds: a process that sends no heartbeat for this long is considered dead.
+        runtime_env: what Ray prepares on all machines, such as ``{"working_dir": "."}``.
+        name: by which ``holdfast attach``, ``holdfast stop`` and ``holdfast jobs`` know the job. Default: a
+            random one.
+    """
+
+    address: str = "auto"
+    machines: int | None = None
+    spares: int = 0
+    spread: Literal["require", "prefer"] = "require"
+    server_cpus: float = 1.0
+    worker_cpus: float = 1.0
+    server_memory: int = 0
+    worker_memory: int = 0
+    silent_seconds: float = 3.0
+    runtime_env: dict[str, Any] = {}
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.spread not in ("require", "prefer"):
+            raise ConfigError(f"spread is {self.spread!r}: expected 'require' or 'prefer'")
+        _at_least("machines", self.machines, 1)
+        for name in ("spares", "server_cpus", "worker_cpus", "server_memory", "worker_memory"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("silent_seconds", self.silent_seconds, 0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     """Kill a process of a job (SIGKILL) at a step.

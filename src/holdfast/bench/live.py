@@ -55,7 +55,7 @@ def with_servers(config: Config, servers: int, **job: Any) -> Config:
 class _WithoutSpares(LocalLauncher):
     """Starts no spare processes."""
 
-    def warm(self, role: str) -> None:
+    def warm(self, role: str, slot: int | None = None) -> None:
         """Nothing."""
 
 

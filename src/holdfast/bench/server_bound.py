@@ -421,8 +421,8 @@ def _wait_for_beats(supervisor: ZmqTransport, engine: LocalLauncher, servers: in
         for envelope in supervisor.poll(0.1):
             if isinstance(envelope.message, ServerBeat):
                 found[envelope.source.slot] = envelope.message.endpoint
-        for peer, code in engine.exited():
-            raise HoldfastError(f"{peer} ended with code {code} as it started")
+        for ended in engine.exited():
+            raise HoldfastError(f"{ended.peer} ended with code {ended.code} as it started")
         if time.monotonic() > until:
             raise HoldfastError(f"{len(found)} of {servers} servers started within {_MOST_SECONDS:.0f} s")
     return [found[slot] for slot in range(servers)]

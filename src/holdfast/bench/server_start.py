@@ -91,8 +91,8 @@ def _start(
                 if envelope.source == me and isinstance(envelope.message, ServerBeat):
                     cpu = dict(envelope.message.figures.cpu_seconds)["process"]
                     return time.perf_counter() - started, cpu
-            for peer, code in engine.exited():
-                raise HoldfastError(f"{peer} ended with code {code} as it started")
+            for ended in engine.exited():
+                raise HoldfastError(f"{ended.peer} ended with code {ended.code} as it started")
     raise HoldfastError(f"a server gave no sign of life within {_MOST_SECONDS:.0f} s")
 
 

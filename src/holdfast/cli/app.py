@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import bench, chaos, ckpt, planning, train
+from holdfast.cli import bench, chaos, ckpt, jobs, planning, train
 from holdfast.cli.notice import notice
 from holdfast.errors import NO_THREAD, HoldfastError, is_lack_of_threads
 from holdfast.screen import say_error
@@ -64,6 +64,9 @@ app.command(
     "holdfast chaos --servers 5 --protect 3+2 --minutes 10; holdfast chaos --simulated 10000"
 )(chaos.chaos)
 app.add_typer(ckpt.ckpt, name="ckpt")
+app.command(epilog="Example: holdfast attach ctr --run runs/ctr")(jobs.attach)
+app.command(epilog="Example: holdfast stop ctr")(jobs.stop)
+app.command(epilog="Example: holdfast jobs --address 10.0.0.1:6379")(jobs.jobs)
 
 
 def main() -> None:

@@ -43,6 +43,12 @@ def train(
             "row); [bold]partial[/] (lost rows revert to the last checkpoint); or [bold]none[/].",
         ),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Where processes run: [bold]local[/], or [bold]ray[/], the machines of a Ray cluster."
+        ),
+    ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,10 +60,11 @@ def train(
     """Train a recommendation model in this process, or with --servers in many."""
     job = {"servers": servers, "workers": workers, "kill": kill}
     overrides = [f"job.{key}={json_.dumps(value)}" for key, value in job.items() if value is not None]
-    protection = [] if protect is None else [f"job.protection={json_.dumps(protect)}"]
+    kinds = {"protection": protect, "engine": engine}
+    chosen = [f"job.{key}={json_.dumps(value)}" for key, value in kinds.items() if value is not None]
     try:
-        # --protect comes first, so that --set can override its parts.
-        code = _train(config, [*protection, *(set_ or []), *overrides], seed, run)
+        # --protect and --engine come first, so that --set can override their parts.
+        code = _train(config, [*chosen, *(set_ or []), *overrides], seed, run)
     except KeyboardInterrupt as stop:
         notice.wait()
         lines = getattr(stop, "lines", ["stopped before training began", "nothing was saved"])

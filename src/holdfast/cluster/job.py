@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import msgspec
@@ -20,18 +24,23 @@ import msgspec
 from holdfast.cluster.make_plan import plan_job
 from holdfast.cluster.protocol.messages import Happening, Status
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.remote import CONTROLLER, Remote
 from holdfast.cluster.report.progress import JobProgress, Reports
 from holdfast.cluster.report.result import JobResult, describe_lack
 from holdfast.cluster.runner import Runner
+from holdfast.cluster.runtime.engines.agent import OWN_ADDRESS
+from holdfast.cluster.runtime.engines.base import Engine
 from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
 from holdfast.cluster.runtime.transport.address import check_shared
 from holdfast.cluster.saving.failures import log
 from holdfast.cluster.server.witness import ROWS_FOLDER
+from holdfast.cluster.supervisor.process import STATE_FILE
+from holdfast.coding.placement import Placement
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import ConfigError, DataLoss, StoreLocked
 from holdfast.events import EventLog
-from holdfast.options import Kill, Local, NoProtection, Protection, Training
+from holdfast.options import Kill, Local, NoProtection, Protection, Ray, Training
 from holdfast.recipe import Recipe, recipe_of
 from holdfast.stopping import stop_on_signals
 from holdfast.training.config import Config, load
@@ -65,7 +74,9 @@ class Job:
         training: optimizer, batch size, number of epochs and so on.
         protection: how the job survives the death of servers: ``ErasureCode``, ``Replication``,
             ``PartialRecovery``, or no protection.
-        engine: where processes run: "local", or ``Local`` with its options, is this machine.
+        engine: where processes run: "local", or ``Local`` with its options, is this machine; "ray", or
+        ``Ray``
+            with its options, are the machines of a Ray cluster.
         checkpoint: where to save the job, a folder or a URL; or the keys of the ``checkpoint`` section, such
             as ``{"path": "s3://bucket/run2", "every_steps": 500}``. If it holds versions, the job resumes
             from the newest.
@@ -83,21 +94,22 @@ class Job:
         test_data: Made | None = None,
         training: Training = Training(),  # noqa: B008 (frozen)
         protection: Protection = NoProtection(),  # noqa: B008
-        engine: Local | Literal["local"] = "local",
+        engine: Local | Ray | Literal["local", "ray"] = "local",
         checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         run: str | os.PathLike[str] | None = None,
         kill: Sequence[str | Kill] = (),
     ) -> None:
-        if isinstance(engine, str):
-            if engine != "local":
-                raise ConfigError(f"engine is {engine!r}: expected 'local' or a Local(...)")
-            engine = Local()
+        if isinstance(engine, str) and engine not in ("local", "ray"):
+            raise ConfigError(f"engine is {engine!r}: expected 'local', 'ray', a Local(...) or a Ray(...)")
+        cluster = Ray() if engine == "ray" else engine if isinstance(engine, Ray) else None
+        local = engine if isinstance(engine, Local) else Local()
         data_section, batch_size = _data(data, test_data, training.batch_size)
         job = {
             "servers": servers, "workers": workers, "protection": msgspec.to_builtins(protection),
-            "staleness": training.staleness, "bind": engine.bind,
-            "kill": [str(one) for one in kill], "server_processors": list(engine.server_processors),
-            "server_threads": engine.server_threads,
+            "staleness": training.staleness, "bind": local.bind,
+            "kill": [str(one) for one in kill], "server_processors": list(local.server_processors),
+            "server_threads": local.server_threads,
+            "engine": "local" if cluster is None else msgspec.to_builtins(cluster),
         }  # fmt: skip
         self.config = _checked(
             load(
@@ -140,31 +152,50 @@ class Job:
         Args:
             on_status: called a few times a second with the job's progress.
         """
-        with open_run(self.config) as (self.folder, events, board):
-            reports = Reports(self.config, events)
-            started = False
-
-            def take(status: Status) -> None:
-                nonlocal started
-                started = status.phase != "starting"
-                progress = reports.note(status, stopped=bool(received))
-                if on_status is not None:
-                    on_status(progress)
-                if progress.step:
-                    board(progress)
-
+        with open_run(self.config) as (folder, events, board):
+            self.folder = folder
+            if self.config.job.engine == "local":
+                reports = Reports(self.config, events)
+                return _watch(
+                    lambda take, stop: self.run_here(folder, events, take, stop), reports, board, on_status
+                )
+            remote, reports = self._start_controller(), Reports(self.config, EventLog(None))
             try:
-                with stop_on_signals(lambda: started) as received:
-                    result = self._run(self.folder, events, take, lambda: bool(received))
-                    if result.interrupted:
-                        result = replace(result, signal=received[0])
-            except BaseException as error:
-                events.emit("run_failed", error=type(error).__name__, message=str(error))
+                return _watch(lambda take, stop: remote.follow(folder, take, stop), reports, board, on_status)
+            except KeyboardInterrupt:
+                remote.kill()
                 raise
-            events.emit("run_finished", **_figures(result))
-        if result.unsaved:
-            log.warning("%s", describe_lack(result))
+
+    def attach(self, remote: Remote, on_status: Callable[[JobProgress], None] | None = None) -> JobResult:
+        """Watch this job, which a controller runs, until it ends; as ``run``, but Ctrl-C does not stop it."""
+        with open_run(self.config) as (folder, _, board):
+            self.folder = folder
+            reports = Reports(self.config, EventLog(None))
+            take = _taker(reports, board, on_status, lambda: False)
+            return remote.follow(folder, take, lambda: False)
+
+    def run_here(
+        self,
+        folder: Path,
+        events: EventLog,
+        on_status: Callable[[Status], None],
+        stop_requested: Callable[[], bool],
+    ) -> JobResult:
+        """Run the job from this process, which must stay, with its files in a folder. Users call ``run``."""
+        try:
+            result = self._run(folder, events, on_status, stop_requested)
+        except BaseException as error:
+            events.emit("run_failed", error=type(error).__name__, message=str(error))
+            raise
+        events.emit("run_finished", **_figures(result))
         return result
+
+    def _start_controller(self) -> Remote:
+        engine = self.config.job.engine
+        assert engine != "local"
+        name = engine.name or f"job-{secrets.token_hex(3)}"
+        config = {"config": msgspec.json.encode(self.config)}
+        return Remote(_ray().RayHosted.start(engine, name, CONTROLLER, config))
 
     def _run(
         self,
@@ -175,17 +206,18 @@ class Job:
     ) -> JobResult:
         config, job = self.config, self.config.job
         check_shared(job.bind)  # raise here, not in a process whose error is only logged
+        bind = job.bind if job.engine == "local" else OWN_ADDRESS
         kills = job.kills
         lost: tuple[str, ...] = ()
         earlier: Runner | None = None
         while True:
-            with LocalLauncher(folder, environment=_environment()) as engine:
+            with _open_engine(config, folder) as engine:
                 # Processes import their modules while this one makes the plan.
                 for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
-                    for _ in range(count):
-                        engine.warm(role)
+                    for slot in range(count):
+                        engine.warm(role, slot)
                 plan = plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
-                runner = Runner(plan, engine, folder, events, job.bind, kills)
+                runner = Runner(plan, engine, folder, events, bind, kills)
                 if earlier is not None:
                     if plan.resume is None:
                         raise DataLoss(lost[-1])
@@ -206,6 +238,73 @@ class Job:
                     runner.say("data_lost", message=str(error))
                 finally:
                     shutil.rmtree(folder / ROWS_FOLDER, ignore_errors=True)
+
+
+def _ray() -> ModuleType:
+    """The module of the Ray engine, which is an extra."""
+    try:
+        return importlib.import_module("holdfast.cluster.runtime.engines.ray")
+    except ImportError:
+        raise ConfigError("job.engine is ray, which is not installed: pip install 'holdfast[ray]'") from None
+
+
+@contextlib.contextmanager
+def _open_engine(config: Config, folder: Path) -> Iterator[Engine]:
+    """The engine that the configuration asks for; at the end, all processes are ended."""
+    job = config.job
+    if job.engine == "local":
+        with LocalLauncher(folder, environment=_environment()) as launcher:
+            yield launcher
+        return
+    code = job.code
+    placement = Placement(job.servers)
+    if code is not None:
+        rings = job.servers // (code.k + code.r) if code.rings else 1
+        placement = Placement(job.servers, code.k, code.r, rings)
+    with _ray().RayEngine(folder, job.engine, placement, job.workers, STATE_FILE) as engine:
+        yield engine
+
+
+def _watch(
+    work: Callable[[Callable[[Status], None], Callable[[], bool]], JobResult],
+    reports: Reports,
+    board: Callable[[JobProgress], None],
+    on_status: Callable[[JobProgress], None] | None,
+) -> JobResult:
+    """Run a job, with its progress shown, and stop it on signals."""
+    started = False
+
+    def take(status: Status) -> None:
+        nonlocal started
+        started = status.phase != "starting"
+        show(status)
+
+    with stop_on_signals(lambda: started) as received:
+        show = _taker(reports, board, on_status, lambda: bool(received))
+        result = work(take, lambda: bool(received))
+        if result.interrupted and received:
+            result = replace(result, signal=received[0])
+    if result.unsaved:
+        log.warning("%s", describe_lack(result))
+    return result
+
+
+def _taker(
+    reports: Reports,
+    board: Callable[[JobProgress], None],
+    on_status: Callable[[JobProgress], None] | None,
+    stopped: Callable[[], bool],
+) -> Callable[[Status], None]:
+    """What becomes of each report."""
+
+    def take(status: Status) -> None:
+        progress = reports.note(status, stopped=stopped())
+        if on_status is not None:
+            on_status(progress)
+        if progress.step:
+            board(progress)
+
+    return take
 
 
 def _plan_again(config: Config, earlier: Runner, stop_requested: Callable[[], bool]) -> JobPlan:
@@ -305,3 +404,15 @@ def _figures(result: JobResult) -> dict[str, Any]:
     tests = [msgspec.structs.asdict(test) for test in result.tests]
     kills = [str(kill) for kill in result.kills_missed]
     return {**figures, "test": tests[-1], "tests": tests, "kills_missed": kills, "folder": str(result.folder)}
+
+
+def find_job(cluster: Ray, name: str) -> tuple[Job, Remote]:
+    """A job that runs on a cluster, and its controller. Raises ConfigError if there is none of this name."""
+    remote = Remote(_ray().RayHosted.find(cluster, name))
+    return Job.from_config(msgspec.json.decode(remote.config(), type=Config)), remote
+
+
+def list_jobs(cluster: Ray) -> dict[str, Remote]:
+    """The controllers of all jobs on a cluster, by name."""
+    module = _ray()
+    return {name: Remote(module.RayHosted.find(cluster, name)) for name in module.hosted_names(cluster)}

@@ -24,7 +24,7 @@ from holdfast.models.recommender import Recommender, table_dims
 from holdfast.options import PartialRecovery
 from holdfast.policy.pls import Decision, decide_recovery
 from holdfast.tables.plan import GroupPlan, OptimizerPlan
-from holdfast.training.config import Config, OptimizerConfig
+from holdfast.training.config import Config, JobConfig, OptimizerConfig
 from holdfast.training.networks import build_network
 from holdfast.training.optimizers import build_optimizers
 from holdfast.training.readers import build_readers, check_test_part
@@ -70,12 +70,16 @@ def plan_job(
         server_threads=job.server_threads,
         atomic=job.protection.atomic,
         staleness=job.staleness,
-        timing=timing or Timing(silent_seconds=job.silent_seconds),
+        timing=timing or Timing(silent_seconds=_silent_seconds(job)),
         **protected,
         saving=saving,
         training=msgspec.to_builtins(config),
     )
     return plan if saving is None else msgspec.structs.replace(plan, resume=find_resume(plan))
+
+
+def _silent_seconds(job: JobConfig) -> float:
+    return job.silent_seconds if job.engine == "local" else job.engine.silent_seconds
 
 
 def _processors(wanted: tuple[int, ...]) -> tuple[int, ...]:

@@ -77,6 +77,8 @@ class Launcher:
         """Processes started since the caller last cleared this list."""
         self.holding = False
         """Whether workers should wait between two batches."""
+        self.awaits_supervisor = False
+        """Whether a supervisor was restarted, and its address may have changed."""
         self._faults = faults or {}
         self._engine = engine
         self._template = template
@@ -97,6 +99,7 @@ class Launcher:
         if not self.admission.admits(envelope):
             return
         self._watch.hear(now)
+        self.awaits_supervisor = False
         if isinstance(message, Status):
             self.status = message
         elif isinstance(message, View) and message.number > self.view.number:
@@ -122,7 +125,8 @@ class Launcher:
         self._now = now
         self._keep_spares()
         self._watch_supervisor(now)
-        for peer, code in self._engine.exited():
+        for ended in self._engine.exited():
+            peer = ended.peer
             if peer.role == "supervisor" and self.view.phase != "stopping":
                 steps = self.status.steps if self.status is not None else 0
                 self._supervisors = self._supervisors + 1 if steps == self._died_at else 1
@@ -134,11 +138,12 @@ class Launcher:
                     )
                 self._engine.start(self._assignment(peer))
                 self._watch.start(now)
+                self.awaits_supervisor = bool(self._template.vaults)
                 self.started.append(peer)
             elif peer.role == "supervisor":
                 self._left_at = now
             elif self._current.get((peer.role, peer.slot)) == peer:
-                self.exited.append(Exit(peer, code))
+                self.exited.append(ended)
         told = self.status is not None and (self.status.finished or self.status.failure is not None)
         if self._left_at is not None and not told and now > self._left_at + _LAST_WORDS_SECONDS:
             raise JobFailed(
@@ -174,6 +179,16 @@ class Launcher:
         self.started.append(peer)
         if old is not None and self._spares_at is not None:
             self._spares_at.setdefault(peer.role, self._now + _SPARE_AFTER_SECONDS)
+
+    def processes(self) -> list[Peer]:
+        """The servers and workers that were started last."""
+        return list(self._current.values())
+
+    def follow(self, supervisor: str) -> None:
+        """Note where the restarted supervisor listens, and tell all processes."""
+        if supervisor != self._template.supervisor:
+            self._template = msgspec.structs.replace(self._template, supervisor=supervisor)
+            self._engine.announce(supervisor)
 
     def kill(self, role: Role, slot: int) -> None:
         """Send SIGKILL to the process in a slot."""
@@ -248,8 +263,11 @@ class Runner:
         stop_requested: Callable[[], bool],
         hold_requested: Callable[[], bool],
     ) -> JobResult:
-        keys = JobKeys(self.plan.servers, self.plan.workers) if self.bind != LOCAL else None
+        vaults = self.engine.vaults
+        keys = JobKeys(self.plan.servers, self.plan.workers, vaults) if self.bind != LOCAL else None
+        of_vaults = [keys.of(Peer("vault", slot)) for slot in range(vaults)] if keys is not None else []
         template = Assignment(
+            vaults=self.engine.open_vaults(self.plan.job, of_vaults),
             me=Peer("supervisor"),
             plan=self.plan,
             supervisor="",
@@ -271,21 +289,24 @@ class Runner:
             for slot in range(self.plan.workers):
                 launcher.start(Peer("worker", slot, 1))
             launcher.started.clear()
-            self.say("job_started", processes=[_process(*item) for item in self.engine.pids().items()])
+            pids = self.engine.pids()
+            started = [template.me, *launcher.processes()]
+            self.say("job_started", processes=[self._process(peer, pids.get(peer, 0)) for peer in started])
             if self.plan.partial:
                 self.say("recovery_chosen", recovery=self.plan.partial, reason=self.plan.partial_reason)
             return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
     def _wait_for_supervisor(self) -> str:
         """Wait for the supervisor's state file. Returns the endpoint in it."""
-        path = self.folder / STATE_FILE
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end:
-            if path.exists():
-                return msgspec.json.decode(path.read_bytes(), type=Durable).endpoint
-            for peer, code in self.engine.exited():
+            state = self.engine.read(STATE_FILE)
+            if state is not None:
+                return msgspec.json.decode(state, type=Durable).endpoint
+            for ended in self.engine.exited():
                 raise JobFailed(
-                    f"the {peer} ended with code {code} during startup: see its log in {self.folder}"
+                    f"the {ended.peer} ended with code {ended.code} during startup: see its log in "
+                    f"{self.folder}"
                 )
             time.sleep(0.005)
         raise JobFailed(f"the supervisor did not start within {_START_SECONDS:.0f} s")
@@ -328,16 +349,25 @@ class Runner:
 
     def _pass_time(self, launcher: Launcher, transport: ZmqTransport) -> None:
         launcher.tick(time.monotonic())
+        self._find_supervisor(launcher, transport)
         send_outbox(launcher, transport)
         for envelope in transport.poll(_POLL_SECONDS):
             launcher.receive(envelope, time.monotonic())
         pids = self.engine.pids() if launcher.started else {}
         for peer in launcher.started:
-            self.say("process_started", **_process(peer, pids.get(peer, 0)))
+            self.say("process_started", **self._process(peer, pids.get(peer, 0)))
         launcher.started.clear()
         for seconds in launcher.silences:
             self.say("supervisor_lost", reason=f"sent no report for {seconds:.1f} s")
         launcher.silences.clear()
+
+    def _find_supervisor(self, launcher: Launcher, transport: ZmqTransport) -> None:
+        """After a supervisor was restarted on another machine, tell everybody where it is."""
+        state = self.engine.read(STATE_FILE) if launcher.awaits_supervisor else None
+        if state is not None:
+            endpoint = msgspec.json.decode(state, type=Durable).endpoint
+            transport.connect("supervisor", 0, endpoint)
+            launcher.follow(endpoint)
 
     def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
         """Execute the kills that are due, and remove them from the list."""
@@ -346,6 +376,11 @@ class Runner:
             self.kills_left = tuple(kills)
             self.say("killed", role=kill.role, slot=kill.slot, step=status.steps)
             launcher.kill(kill.role, kill.slot)
+
+    def _process(self, peer: Peer, pid: int) -> dict[str, Any]:
+        machine = self.engine.machine(peer)
+        of_many = {"machine": machine} if machine else {}
+        return {"role": peer.role, "slot": peer.slot, "incarnation": peer.incarnation, "pid": pid, **of_many}
 
     def say(self, event: str, **figures: Any) -> None:
         """Log an event, and add it to the status that observers see."""
@@ -472,10 +507,6 @@ class TrainingClock:
     def samples(self) -> int:
         """Samples trained on in that time."""
         return self._samples - self._before
-
-
-def _process(peer: Peer, pid: int) -> dict[str, Any]:
-    return {"role": peer.role, "slot": peer.slot, "incarnation": peer.incarnation, "pid": pid}
 
 
 def _records(status: Status, servers: int) -> str:

@@ -9,14 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
-from holdfast.cluster.job import Job
+from holdfast.cluster.job import Job, find_job, list_jobs
 from holdfast.cluster.report.failures import ServerFailure, Speeds
 from holdfast.cluster.report.live import build_view
 from holdfast.cluster.report.progress import JobProgress, compared
 from holdfast.cluster.report.result import JobResult, describe_lack, in_short
 from holdfast.cluster.saving.failures import log as unsaved_log
+from holdfast.options import Ray
 from holdfast.screen import say, say_error
 from holdfast.stopping import Notice, Stopped
 from holdfast.training.config import Config, to_yaml
@@ -50,6 +52,38 @@ def run(config: Config, console: Console, notice: Notice) -> JobResult:
         how = "at once" if notice.then else "before training began"
         raise Stopped(f"stopped {how}", *resuming(job, version, saved, at - saved, config.job.kill)) from None
     return result
+
+
+def attach(name: str, address: str, run: str | None, console: Console, notice: Notice) -> JobResult:
+    """Watch a job on a cluster, with a live view on the console.
+
+    Raises ``Stopped`` on Ctrl-C, which the job does not notice.
+    """
+    found, remote = find_job(Ray(address=address), name)
+    job = Job.from_config(msgspec.structs.replace(found.config, run=run))
+    notice.then = "the job goes on"
+    try:
+        with build_view(console) as view:
+            result = job.attach(remote, view.update)
+    except KeyboardInterrupt:
+        raise Stopped("no longer watching", f"the job goes on: holdfast attach {name}") from None
+    _tell(job, result, console)
+    return result
+
+
+def stop(name: str, address: str) -> str:
+    """Stop a job on a cluster in an orderly way; one that has ended is removed. What was done, for people."""
+    _, remote = find_job(Ray(address=address), name)
+    if remote.state() == "running":
+        remote.stop()
+        return f"{name} is stopping: workers finish their batch, then it tests and saves"
+    remote.kill()
+    return f"{name} had ended, and is removed"
+
+
+def jobs(address: str) -> dict[str, str]:
+    """The state of each job on a cluster, by name."""
+    return {name: remote.state() for name, remote in list_jobs(Ray(address=address)).items()}
 
 
 def _tell(job: Job, result: JobResult, console: Console) -> None:

@@ -26,6 +26,7 @@ from holdfast.options import (
     NoProtection,
     PartialRecovery,
     Protection,
+    Ray,
     Replication,
     parse_protection,
 )
@@ -151,13 +152,17 @@ class JobConfig(_Section, frozen=True, kw_only=True):
     short "2+1", "replicate", "partial", "none"."""
     staleness: NotNegative = 1
     """How many of a worker's own updates may be missing from the rows that it reads."""
+    engine: Literal["local"] | Ray = "local"
+    """Where processes run: on this machine, or on those of a Ray cluster ("ray", or a section with ``kind:
+    ray`` and the arguments of ``holdfast.Ray``)."""
     bind: str = "ipc"
     """Where processes listen: Unix sockets in a folder that only this user can enter, or a TCP address
     without a port (each takes one that is free), on which every connection is encrypted."""
     kill: tuple[str, ...] = ()
     """Processes to kill, for demonstrations: "server:2@step:300"."""
     silent_seconds: Annotated[float, Meta(ge=0.5)] = 10.0
-    """Heartbeat timeout: a process that is silent for this long is considered dead."""
+    """Heartbeat timeout: a process that is silent for this long is considered dead. On a Ray cluster,
+    ``engine.silent_seconds`` counts instead."""
     server_processors: tuple[NotNegative, ...] = ()
     """Processors of this machine that servers have for themselves; workers have the others. None: all share
     all."""
@@ -174,6 +179,16 @@ class JobConfig(_Section, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise ConfigError for an invalid combination of keys of a job."""
+        if self.engine != "local":
+            for key in ("server_processors", "compare_recovered"):
+                if getattr(self, key):
+                    raise ConfigError(
+                        f"job.{key} works on one machine only: leave it out with job.engine ray"
+                    )
+            if self.bind != "ipc":
+                raise ConfigError(
+                    "job.bind is for one machine: with job.engine ray, each listens on its own address"
+                )
         for kill in self.kills:
             kill.check(self.servers, self.workers)
         code = self.code
@@ -247,8 +262,10 @@ def load(
             if isinstance(inner, dict):
                 inner.setdefault(tag_field, "own" if "build" in inner else default)
     job = values.get("job")
-    if isinstance(job, dict) and isinstance(job.get("protection"), str):
-        job["protection"] = _as_section("protection", job["protection"])
+    if isinstance(job, dict):
+        for key in ("protection", "engine"):
+            if isinstance(job.get(key), str):
+                job[key] = _as_section(key, job[key])
     _check_keys(Config, values, "")
     try:
         config = msgspec.convert(values, Config)
@@ -300,6 +317,8 @@ def _as_section(name: str, value: Any) -> Any:
     """The value; an import path or "2+1" in place of a section stands for one that has nothing else."""
     if name == "protection" and isinstance(value, str):
         return msgspec.to_builtins(parse_protection(value))
+    if name == "engine" and value == "ray":
+        return msgspec.to_builtins(Ray())
     return {"build": value} if name in _TAGS and isinstance(value, str) else value
 
 

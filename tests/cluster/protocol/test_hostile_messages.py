@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,8 +14,14 @@ from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
     AskKept,
     CanResend,
+    Claim,
+    Claimed,
     Collect,
     Commit,
+    Denied,
+    Deposit,
+    Deposited,
+    Exit,
     Happening,
     NoCopy,
     Peer,
@@ -34,6 +41,7 @@ from holdfast.cluster.protocol.wire import ROUTES, Header, Message, encode
 from holdfast.cluster.report.failures import Failures, SpeedMeter
 from holdfast.cluster.report.progress import Reports, tell
 from holdfast.cluster.runner import Launcher, TrainingClock
+from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.memory import Weather
 from holdfast.cluster.supervisor.process import _status
@@ -89,11 +97,25 @@ def test_no_message_ends_a_node_for_longer(shape: dict[str, Any], seed: int) -> 
 class NoEngine:
     """Starts nothing."""
 
+    vaults = 0
+
     def __init__(self) -> None:
         self.started: list[Peer] = []
 
-    def warm(self, role: str) -> None:
+    def open_vaults(self, job: str, keys: Sequence[Keys]) -> tuple[str, ...]:
+        return ()
+
+    def warm(self, role: str, slot: int | None = None) -> None:
         pass
+
+    def announce(self, supervisor: str) -> None:
+        pass
+
+    def machine(self, peer: Peer) -> str:
+        return ""
+
+    def read(self, name: str) -> bytes | None:
+        return None
 
     def start(self, assignment: Assignment) -> None:
         self.started.append(assignment.me)
@@ -104,7 +126,7 @@ class NoEngine:
     def pids(self) -> dict[Peer, int]:
         return {}
 
-    def exited(self) -> list[tuple[Peer, int]]:
+    def exited(self) -> list[Exit]:
         return []
 
     def close(self, timeout_seconds: float = 5.0) -> None:
@@ -178,7 +200,24 @@ def test_every_message_says_who_may_send_it() -> None:
     assert all(routes for routes in ROUTES.values())
 
 
-RARE = {AskKept, Agreed, CanResend, Collect, Compare, Forget, NoCopy, Refused, Relay, Saved, Status}
+RARE = {
+    AskKept,
+    Agreed,
+    CanResend,
+    Collect,
+    Compare,
+    Forget,
+    NoCopy,
+    Refused,
+    Relay,
+    Saved,
+    Status,
+    Claim,
+    Claimed,
+    Deposit,
+    Deposited,
+    Denied,
+}
 """That a short job may do without."""
 
 

@@ -195,7 +195,7 @@ class Watching:
         self.events = EventLog(folder)
         transport: Any = self.transport
         keeper: Any = self.keeper
-        self.watch = _Watch(self.machine, keeper, transport, self.events, self.runs)
+        self.watch = _Watch(self.machine, keeper, transport, self.events, self.runs, lambda: None)
 
     def close(self) -> None:
         self.runs.shutdown()

@@ -101,7 +101,8 @@ class _Checks:
     def __init__(self, me: Peer, plan: JobPlan) -> None:
         self._me, self._plan = me, plan
         self._slots: Mapping[str, int] = {
-            "server": plan.servers, "worker": plan.workers, "supervisor": 1, "launcher": 1
+            "server": plan.servers, "worker": plan.workers, "supervisor": 1, "launcher": 1,
+            "vault": 0,  # they talk to ``Tenure`` alone
         }  # fmt: skip
         self._senders = {
             (kind, source): self._slots[source]

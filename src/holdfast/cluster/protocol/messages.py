@@ -7,7 +7,9 @@ the supervisor's ``View`` tells a node the desired state of the job. A node whos
 sent the new one again. The only exception is ``Collect`` → ``Saved``, a request for what a server has saved,
 which is retried until it is answered.
 
-Messages between servers are in ``stripe_messages``; ``wire`` encodes all of them.
+``Claim`` → ``Claimed``, ``Deposit`` → ``Deposited``, each or ``Denied``, keep the supervisor's durable state
+on several machines (see ``vault``). Messages between servers are in ``stripe_messages``; ``wire`` encodes
+all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-Role = Literal["server", "worker", "supervisor", "launcher"]
+Role = Literal["server", "worker", "supervisor", "launcher", "vault"]
 
 
 class Peer(Struct, frozen=True, array_like=True):
@@ -307,6 +309,8 @@ class Exit(Struct, frozen=True, array_like=True):
 
     peer: Peer
     code: int
+    reason: str = ""
+    """Why, if the code does not say it."""
 
 
 class ServerBeat(Struct, frozen=True, array_like=True, tag="server_beat"):
@@ -511,3 +515,54 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     """The version that the job can resume from, this run's or an earlier one's; 0: none."""
     saved_steps: int = 0
     """Steps contained in that version."""
+
+
+class Ballot(Struct, frozen=True, array_like=True, order=True):
+    """The number of a claim; the holder's random number makes it unique."""
+
+    number: int = 0
+    holder: int = 0
+
+
+class Claim(Struct, frozen=True, array_like=True, tag="claim"):
+    """Supervisor → vault: the office is mine from now on. The answer is ``Claimed`` or ``Denied``."""
+
+    ballot: Ballot
+
+
+class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
+    """Vault → supervisor: this ballot is the highest here. With what was stored last: by whom, its number."""
+
+    ballot: Ballot
+    by: Ballot = Ballot()
+    number: int = 0
+    state: bytes = b""
+
+
+class Deposit(Struct, frozen=True, array_like=True, tag="deposit"):
+    """Supervisor → vault: keep this state, and renew my lease; without a number, only that. The answer is
+    ``Deposited`` or ``Denied``."""
+
+    ballot: Ballot
+    round: int
+    """Numbers all messages of a holder, so that it knows when the one that is answered was sent."""
+    number: int = 0
+    state: bytes = b""
+
+
+class Deposited(Struct, frozen=True, array_like=True, tag="deposited"):
+    """Vault → supervisor: the state with this number or a later one is stored, the lease renewed."""
+
+    ballot: Ballot
+    round: int
+    number: int
+
+
+class Denied(Struct, frozen=True, array_like=True, tag="denied"):
+    """Vault → supervisor: there is a higher ballot, or another holder's lease has not expired."""
+
+    ballot: Ballot
+    """The one that was denied."""
+    highest: Ballot
+    wait_seconds: float = 0.0
+    """How long the lease lasts."""

@@ -12,8 +12,13 @@ from msgspec import Struct
 from holdfast.cluster.protocol.messages import (
     AskKept,
     CanResend,
+    Claim,
+    Claimed,
     Collect,
     Commit,
+    Denied,
+    Deposit,
+    Deposited,
     Hello,
     Install,
     Kept,
@@ -77,11 +82,18 @@ Message = (
     | Collect
     | Saved
     | Status
+    | Claim
+    | Claimed
+    | Deposit
+    | Deposited
+    | Denied
 )
 
 _Routes = frozenset[tuple[Role, Role]]
 _TO_SERVER: Final[_Routes] = frozenset({("worker", "server")})
 _TO_WORKER: Final[_Routes] = frozenset({("server", "worker")})
+_TO_VAULT: Final[_Routes] = frozenset({("supervisor", "vault")})
+_FROM_VAULT: Final[_Routes] = frozenset({("vault", "supervisor")})
 _AMONG_SERVERS: Final[_Routes] = frozenset({("server", "server")})
 
 ROUTES: Final[Mapping[type[Message], _Routes]] = {
@@ -115,6 +127,11 @@ ROUTES: Final[Mapping[type[Message], _Routes]] = {
     Collect: frozenset({("supervisor", "server")}),
     Saved: frozenset({("server", "supervisor")}),
     Status: frozenset({("supervisor", "launcher")}),
+    Claim: _TO_VAULT,
+    Deposit: _TO_VAULT,
+    Claimed: _FROM_VAULT,
+    Deposited: _FROM_VAULT,
+    Denied: _FROM_VAULT,
 }
 """Senders and receivers of each message; from any other sender it is dropped (see ``admission``)."""
 

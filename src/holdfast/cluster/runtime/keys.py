@@ -59,15 +59,16 @@ class JobKeys:
     Args:
         servers: number of servers.
         workers: number of workers.
+        vaults: number of vaults.
     """
 
-    def __init__(self, servers: int, workers: int) -> None:
+    def __init__(self, servers: int, workers: int, vaults: int = 0) -> None:
         if not zmq.has("curve"):
             raise ConfigError(
                 "this build of ZeroMQ has no CURVE, which TCP requires: install pyzmq from its wheels, or "
                 'use bind="ipc"'
             )
-        self._pairs = {name: _pair() for name in _names(servers, workers)}
+        self._pairs = {name: _pair() for name in _names(servers, workers, vaults)}
         self._members = tuple(KeyHolder(*name, public) for name, (public, _) in self._pairs.items())
 
     def of(self, peer: Peer) -> Keys:
@@ -76,11 +77,12 @@ class JobKeys:
         return Keys(public, secret, self._members)
 
 
-def _names(servers: int, workers: int) -> Iterator[Name]:
+def _names(servers: int, workers: int, vaults: int) -> Iterator[Name]:
     yield "launcher", 0
     yield "supervisor", 0
     yield from (("server", slot) for slot in range(servers))
     yield from (("worker", slot) for slot in range(workers))
+    yield from (("vault", slot) for slot in range(vaults))
 
 
 def _pair() -> tuple[str, str]:

@@ -9,10 +9,11 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Protocol
 
-from holdfast.cluster.protocol.envelope import Node
+from holdfast.cluster.protocol.envelope import Envelope, Node
 from holdfast.cluster.protocol.messages import View
-from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.node import Assignment, announced_supervisor
 from holdfast.cluster.runtime.transport.address import address_of
 from holdfast.cluster.runtime.transport.links import Links
 from holdfast.cluster.runtime.transport.shared import Arena
@@ -24,6 +25,12 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 LINKS_FILE = "links"
 """Name of the file in the folder of ``holdfast chaos``."""
+
+
+class HasOutbox(Protocol):
+    """A state machine that sends messages."""
+
+    outbox: list[Envelope]
 
 
 @contextlib.contextmanager
@@ -52,6 +59,13 @@ def connect_servers(transport: ZmqTransport, view: View, slots: Collection[int])
                 log.warning("server %d is unreachable: %s", server.slot, error)
 
 
+def follow_supervisor(transport: ZmqTransport) -> None:
+    """Connect a node to a supervisor that has moved."""
+    endpoint = announced_supervisor()
+    if endpoint:
+        transport.connect("supervisor", 0, endpoint)
+
+
 def broken_links(assignment: Assignment) -> Links | None:
     """The table of broken links, if this is a chaos run."""
     return Links(Path(assignment.chaos) / LINKS_FILE) if assignment.chaos else None
@@ -73,6 +87,7 @@ def run_node(
         now = time.monotonic()
         if now >= next_tick:
             next_tick = now + TICK_SECONDS
+            follow_supervisor(transport)
             node.tick(now)
             prepare()
             send_outbox(node, transport)
@@ -86,7 +101,7 @@ def run_node(
             send_outbox(node, transport)
 
 
-def send_outbox(node: Node, transport: ZmqTransport) -> None:
+def send_outbox(node: HasOutbox, transport: ZmqTransport) -> None:
     """Send the messages in a machine's outbox."""
     for envelope in node.outbox:
         transport.send(envelope)

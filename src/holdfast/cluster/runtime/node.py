@@ -53,6 +53,8 @@ class Assignment(Struct, frozen=True, kw_only=True):
     plan: JobPlan
     supervisor: str
     """The supervisor's endpoint; "" for the first supervisor itself."""
+    vaults: tuple[str, ...] = ()
+    """Where the supervisor's durable state lies; empty: in a file of the run's folder."""
     folder: str
     """The run's folder."""
     bind: str = ""
@@ -63,6 +65,22 @@ class Assignment(Struct, frozen=True, kw_only=True):
     """Where to kill the process (see ``worker.faults``)."""
     chaos: str = ""
     """The folder in which ``holdfast chaos`` breaks links and reads acknowledged pushes; "" for none."""
+
+
+class Announcement(Struct, frozen=True):
+    """What the launcher tells a process later, in a line of standard input."""
+
+    supervisor: str
+    """The endpoint of a supervisor that has started on another machine."""
+
+
+_read = bytearray()
+_announced = ""
+
+
+def announced_supervisor() -> str:
+    """The supervisor's endpoint, if the launcher has said that it moved; otherwise ""."""
+    return _announced
 
 
 def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
@@ -190,19 +208,22 @@ def _end_with(parent: int) -> None:
 
 
 def _read_line() -> bytes:
-    """Read a line of standard input; empty if it ended first. Unbuffered: ``_watch_stdin`` reads the rest."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
+    """Read a line of standard input; empty if it ended first."""
+    while b"\n" not in _read:
         data = os.read(_STDIN, 1 << 16)
         if not data:
             return b""
-        line += data
-    return bytes(line)
+        _read.extend(data)
+    line, _, rest = bytes(_read).partition(b"\n")
+    _read[:] = rest
+    return line
 
 
 def _watch_stdin() -> None:
-    while os.read(_STDIN, 1 << 16):
-        pass
+    """Take announcements; when standard input ends, the launcher is gone."""
+    global _announced  # noqa: PLW0603 (a process is one node)
+    while line := _read_line():
+        _announced = msgspec.json.decode(line, type=Announcement).supervisor
     os._exit(0)
 
 

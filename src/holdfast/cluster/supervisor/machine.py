@@ -411,7 +411,7 @@ class Supervisor:
         if member is None or exited.peer.incarnation != member.incarnation or self.view.phase == "stopping":
             return
         how = f"was killed by signal {-exited.code}" if exited.code < 0 else f"ended with code {exited.code}"
-        self._lose(member, how, now)
+        self._lose(member, exited.reason or how, now)
 
     def _lose(self, member: ServerMember | WorkerMember, how: str, now: float) -> None:
         """Replace a node that no longer counts, or end the job."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +24,14 @@ from holdfast.cluster.protocol.messages import (
     Status,
 )
 from holdfast.cluster.protocol.plan import JobPlan
+from holdfast.cluster.protocol.tenure import Tenure
 from holdfast.cluster.runtime.loop import TICK_SECONDS, memory_bytes, open_transport, send_outbox
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.cluster.supervisor.members import Member
 from holdfast.cluster.supervisor.views import Durable
+from holdfast.errors import JobFailed
 from holdfast.events import EventLog
 
 if TYPE_CHECKING:
@@ -55,6 +58,9 @@ class FileStorage:
         except FileNotFoundError:
             return None
 
+    def hold(self) -> None:
+        """Nothing: whoever starts a supervisor has ended the one before."""
+
     def save(self, state: Durable) -> None:
         """Replace the file and sync it and its folder."""
         state = msgspec.structs.replace(state, endpoint=self.endpoint or state.endpoint)
@@ -71,6 +77,77 @@ class FileStorage:
             os.close(folder)
 
 
+class VaultStorage:
+    """The durable state in the vaults of all machines. Also the supervisor's right to act: see ``vault``.
+
+    The run's folder gets a copy, which is for the launcher: it wants to know the address.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        plan = assignment.plan
+        self._file = FileStorage(Path(assignment.folder))
+        self._known: Durable | None = None
+        self._patience = plan.timing.start_seconds
+        vaults = [Peer("vault", slot) for slot in range(len(assignment.vaults))]
+        self._tenure = Tenure(assignment.me, vaults, secrets.randbits(63))
+        self._transport = ZmqTransport(assignment.me, plan.job, None, assignment.keys)
+        for vault, endpoint in zip(vaults, assignment.vaults, strict=True):
+            self._transport.connect("vault", vault.slot, endpoint)
+
+    @property
+    def endpoint(self) -> str:
+        """Where this supervisor listens."""
+        return self._file.endpoint
+
+    @endpoint.setter
+    def endpoint(self, endpoint: str) -> None:
+        self._file.endpoint = endpoint
+
+    def load(self) -> Durable | None:
+        """Claim the office; what the last supervisor saved, None if there was none."""
+        if self._tenure.stage == "claiming":
+            self._wait(lambda: self._tenure.stage == "holding")
+            found = self._tenure.found
+            self._known = msgspec.json.decode(found, type=Durable) if found else None
+        return self._known
+
+    def save(self, state: Durable) -> None:
+        """Deposit the state. It returns when it is durable, and this supervisor may act."""
+        state = msgspec.structs.replace(state, endpoint=self.endpoint or state.endpoint)
+        number = self._tenure.deposit(msgspec.json.encode(state), time.monotonic())
+        self._wait(lambda: self._tenure.is_stored(number) and self._tenure.may_act(time.monotonic()))
+        self._known = state
+        self._file.save(state)
+
+    def hold(self) -> None:
+        """Renew the lease. Without one it waits until there is one again.
+
+        Raises JobFailed if another supervisor has taken over.
+        """
+        self._exchange(0.0)
+        if not self._tenure.may_act(time.monotonic()):
+            self._wait(lambda: self._tenure.may_act(time.monotonic()))
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._transport.close()
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + self._patience
+        while not condition():
+            if self._tenure.stage == "over":
+                raise JobFailed("another supervisor has taken over")
+            if time.monotonic() > end:
+                raise JobFailed(f"most machines have not answered for {self._patience:g} s")
+            self._exchange(TICK_SECONDS)
+
+    def _exchange(self, seconds: float) -> None:
+        self._tenure.tick(time.monotonic())
+        send_outbox(self._tenure, self._transport)
+        for envelope in self._transport.poll(seconds):
+            self._tenure.receive(envelope, time.monotonic())
+
+
 def _open_private(path: str, flags: int) -> int:
     """Open a file that only this user can read."""
     handle = os.open(path, flags, 0o600)
@@ -81,17 +158,18 @@ def _open_private(path: str, flags: int) -> int:
 def run(assignment: Assignment) -> None:
     """Run the supervisor until the job ends. A restarted one listens on the same endpoint as the last."""
     folder = Path(assignment.folder)
-    storage = FileStorage(folder)
+    storage = VaultStorage(assignment) if assignment.vaults else FileStorage(folder)
     known = storage.load()
     if known is not None:
-        assignment = msgspec.structs.replace(assignment, supervisor=known.endpoint)
+        here = not assignment.vaults or known.endpoint.startswith(f"{assignment.bind}:")
+        assignment = msgspec.structs.replace(assignment, supervisor=known.endpoint if here else "")
     with open_transport(assignment) as transport, EventLog(folder) as events:
         storage.endpoint = transport.endpoint
         test_every = int(assignment.plan.training.get("test_every", 0))
         runs = ThreadPoolExecutor(1, "holdfast-save")
         keeper = _keeper(assignment.plan, events, runs, first=known is None)
         machine = Supervisor(assignment.plan, storage, time.monotonic(), test_every, keeper)
-        _Watch(machine, keeper, transport, events, runs).run()
+        _Watch(machine, keeper, transport, events, runs, storage.hold).run()
 
 
 def _keeper(
@@ -125,8 +203,10 @@ class _Watch:
         transport: ZmqTransport,
         events: EventLog,
         runs: ThreadPoolExecutor,
+        hold: Callable[[], None],
     ) -> None:
         self._machine = machine
+        self._hold = hold
         self._keeper = keeper
         self._transport = transport
         self._events = events
@@ -149,12 +229,14 @@ class _Watch:
                     return
             self._pass_time(now)
             for envelope in self._transport.poll(max(0.0, self._next_tick - time.monotonic())):
+                self._hold()
                 machine.receive(envelope, time.monotonic())
                 self._tell()
 
     def _pass_time(self, now: float) -> None:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
+            self._hold()
             self._machine.tick(now)
             self._tell()
         machine = self._machine

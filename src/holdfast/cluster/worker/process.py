@@ -22,7 +22,13 @@ from msgspec.structs import replace
 from holdfast.cluster.protocol.batches import Stream
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import Evaluation, Figures, Position, PulledRows, View, WorkerInView
-from holdfast.cluster.runtime.loop import TICK_SECONDS, connect_servers, memory_bytes, open_transport
+from holdfast.cluster.runtime.loop import (
+    TICK_SECONDS,
+    connect_servers,
+    follow_supervisor,
+    memory_bytes,
+    open_transport,
+)
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.cluster.worker.calls import Floats, RowSpread, empty_spread, spread_by
@@ -99,6 +105,7 @@ class _Talk(threading.Thread):
                 view = self._machine.view
                 if envelopes:
                     self.lock.notify_all()
+            follow_supervisor(self._transport)
             if view is not connected_by:
                 connected_by = view
                 connect_servers(self._transport, view, range(self._machine.plan.servers))

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.messages import Exit, Peer
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.runtime.engines import local
 from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
@@ -67,7 +67,7 @@ def is_alive(pid: int) -> bool:
 def test_a_process_from_start_to_end(launcher: LocalLauncher, tmp_path: Path) -> None:
     launcher.start(assignment())
     pid = launcher.pids()[SERVER]
-    assert until(launcher.exited) == [(SERVER, 0)]
+    assert until(launcher.exited) == [Exit(SERVER, 0)]
     assert launcher.exited() == []
     assert launcher.pids() == {}
     log = (tmp_path / "logs" / "server-2-1.log").read_text()
@@ -92,7 +92,7 @@ def test_a_warm_process_is_the_one_that_is_used(launcher: LocalLauncher, tmp_pat
     other = Peer("server", 0)
     launcher.start(assignment(other))  # one that died meanwhile is passed over
     assert launcher.pids()[other] not in (first, second)
-    assert until(launcher.exited) == [(other, 0)]
+    assert until(launcher.exited) == [Exit(other, 0)]
     [worker] = launcher.warm_pids("worker")
     launcher.close()
     assert not is_alive(worker)
@@ -119,7 +119,7 @@ def test_how_processes_end(launcher: LocalLauncher, tmp_path: Path) -> None:
     number_in(tmp_path / "ready")
     launcher.signal(killed, signal.SIGKILL)
     ended: dict[Peer, int] = {}
-    until(lambda: ended.update(launcher.exited()) or len(ended) == 3)
+    until(lambda: ended.update((one.peer, one.code) for one in launcher.exited()) or len(ended) == 3)
     assert ended == {raising: 1, killed: -signal.SIGKILL, hanging: 0}
     launcher.signal(killed, signal.SIGKILL)  # left alone
     log = (tmp_path / "logs" / "worker-0-0.log").read_text()
@@ -131,9 +131,9 @@ def test_the_same_incarnation_only_once(launcher: LocalLauncher, tmp_path: Path)
     with pytest.raises(ConfigError, match="server 2, incarnation 1, is running"):
         launcher.start(assignment())
     launcher.signal(SERVER, signal.SIGKILL)
-    assert until(launcher.exited) == [(SERVER, -signal.SIGKILL)]
+    assert until(launcher.exited) == [Exit(SERVER, -signal.SIGKILL)]
     launcher.start(assignment())  # another run in the same folder
-    assert until(launcher.exited) == [(SERVER, 0)]
+    assert until(launcher.exited) == [Exit(SERVER, 0)]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
         "server-2-1.2.log",
         "server-2-1.log",
@@ -154,7 +154,7 @@ def test_a_large_assignment_does_not_make_the_launcher_wait(
         assert not is_alive(pid)
     else:
         os.kill(pid, signal.SIGCONT)
-        assert until(launcher.exited) == [(SERVER, 0)]
+        assert until(launcher.exited) == [Exit(SERVER, 0)]
         assert number_in(tmp_path / "ready") == pid
 
 
@@ -182,7 +182,7 @@ def test_the_end_of_input_ends_a_process(launcher: LocalLauncher, tmp_path: Path
         os.close(node.stdin)
         node.stdin = -1
     until(lambda: not any(is_alive(pid) for pid in pids))
-    assert launcher.exited() == [(SERVER, 0)]
+    assert launcher.exited() == [Exit(SERVER, 0)]
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ def test_nodes_outlive_their_template(launcher: LocalLauncher, tmp_path: Path) -
     until(template.ended)
     other = Peer("server", 0)
     launcher.start(assignment(other))  # by another template
-    assert until(launcher.exited) == [(other, 0)]
+    assert until(launcher.exited) == [Exit(other, 0)]
     assert is_alive(first)
-    assert until(launcher.exited) == [(SERVER, 0)]
+    assert until(launcher.exited) == [Exit(SERVER, 0)]
 
 
 def test_a_template_that_hangs_is_given_up(
@@ -221,14 +221,14 @@ def test_a_template_that_hangs_is_given_up(
     launcher.warm("server")
     assert launcher.warm_pids("server")
     launcher.start(assignment(ready=str(tmp_path / "ready")))
-    assert until(launcher.exited) == [(SERVER, 0)]
+    assert until(launcher.exited) == [Exit(SERVER, 0)]
     os.kill(launcher.template_pid("server"), signal.SIGSTOP)
     monkeypatch.setattr(local, "_FORK_SECONDS", 0.1)
     launcher.start(assignment(other := Peer("server", 0)))
-    assert until(launcher.exited) == [(other, 1)]
+    assert until(launcher.exited) == [Exit(other, 1)]
     monkeypatch.undo()
     launcher.start(assignment(again := Peer("server", 0, 2)))
-    assert until(launcher.exited) == [(again, 0)]
+    assert until(launcher.exited) == [Exit(again, 0)]
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
@@ -237,10 +237,10 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     with LocalLauncher(tmp_path, command) as launcher:
         launcher.start(assignment())
         launcher.signal(SERVER, signal.SIGSTOP)
-        assert until(launcher.exited) == [(SERVER, 3)]
+        assert until(launcher.exited) == [Exit(SERVER, 3)]
         launcher.warm("server")
         launcher.start(assignment())
-        assert until(launcher.exited) == [(SERVER, 3)]
+        assert until(launcher.exited) == [Exit(SERVER, 3)]
     assert (tmp_path / "logs" / "server-2-1.log").read_text() == "in vain\n"
 
 
@@ -248,7 +248,7 @@ def test_what_the_launcher_runs_by_default(tmp_path: Path) -> None:
     with LocalLauncher(tmp_path) as launcher:
         me = Peer("launcher")  # it starts the others, nobody starts it
         launcher.start(assignment(me))
-        assert until(launcher.exited) == [(me, 1)]
+        assert until(launcher.exited) == [Exit(me, 1)]
     log = (tmp_path / "logs" / "launcher-0-0.log").read_text()
     assert "ConfigError: the role is 'launcher': expected one of server, worker, supervisor\n" in log
 
@@ -257,7 +257,7 @@ _PARENT = """
 import sys, threading, time
 from pathlib import Path
 from holdfast.cluster.runtime.engines.local import LocalLauncher
-from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.messages import Exit, Peer
 from tests.cluster.runtime.engines.test_local import COMMAND, assignment
 
 folder = Path(sys.argv[1])

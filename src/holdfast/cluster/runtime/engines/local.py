@@ -27,8 +27,9 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.protocol.messages import Peer
-from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.protocol.messages import Exit, Peer
+from holdfast.cluster.runtime.keys import Keys
+from holdfast.cluster.runtime.node import Announcement, Assignment
 from holdfast.errors import ConfigError
 
 NODE_COMMAND: Final = (sys.executable, "-P", "-m", "holdfast.cluster.runtime.node")
@@ -151,12 +152,17 @@ class _Node:
             os.kill(pid, number)
 
     def tell(self, line: bytes) -> None:
-        """Write its assignment without blocking; if it has died, reaping it shows that."""
-        if len(line) <= _PIPE_BYTES:
+        """Write to its standard input without blocking; if it has died, reaping it shows that."""
+        if len(line) <= _PIPE_BYTES and self.writer is None:
             self._write(line)
         else:
-            self.writer = threading.Thread(target=self._write, args=(line,), daemon=True)
+            self.writer = threading.Thread(target=self._write_after, args=(self.writer, line), daemon=True)
             self.writer.start()
+
+    def _write_after(self, earlier: threading.Thread | None, line: bytes) -> None:
+        if earlier is not None:
+            earlier.join()
+        self._write(line)
 
     def _write(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -188,13 +194,16 @@ class LocalLauncher:
         environment: variables for the processes, in addition to this one's.
     """
 
+    vaults = 0
+
     def __init__(
         self,
         folder: Path,
         command: Sequence[str] = NODE_COMMAND,
         environment: Mapping[str, str] = ONE_THREAD,
     ) -> None:
-        self._logs = Path(folder) / "logs"
+        self._folder = Path(folder)
+        self._logs = self._folder / "logs"
         self._command = list(command)
         self._environment = dict(environment)
         self._templates: dict[str, _Template] = {}
@@ -205,8 +214,9 @@ class LocalLauncher:
         # lives until ``close``.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="launcher")
 
-    def warm(self, role: str) -> None:
-        """Start a process that does the imports of this role and waits for the next ``start``."""
+    def warm(self, role: str, slot: int | None = None) -> None:
+        """Start a process that does the imports of this role and waits for the next ``start``, of any
+        slot."""
         self._warm.setdefault(role, []).append(self._spawn(role))
 
     def start(self, assignment: Assignment) -> None:
@@ -224,12 +234,12 @@ class LocalLauncher:
         process.log = _rename(process.log, f"{peer.role}-{peer.slot}-{peer.incarnation}")
         process.tell(msgspec.json.encode(assignment) + b"\n")
 
-    def exited(self) -> list[tuple[Peer, int]]:
-        """The processes that have ended since the last call, with the exit code or negative signal."""
+    def exited(self) -> list[Exit]:
+        """The processes that have ended since the last call."""
         ended = [(peer, process) for peer, process in self._running.items() if process.ended()]
         for peer, _ in ended:
             del self._running[peer]
-        return [(peer, process.returncode or 0) for peer, process in ended]
+        return [Exit(peer, process.returncode or 0) for peer, process in ended]
 
     def signal(self, peer: Peer, number: int) -> None:
         """Send a signal to a process, unless it has ended."""
@@ -237,10 +247,32 @@ class LocalLauncher:
         if process is not None:
             process.signal(number)
 
+    def announce(self, supervisor: str) -> None:
+        """Tell all processes that the supervisor has another address now."""
+        line = msgspec.json.encode(Announcement(supervisor)) + b"\n"
+        for process in self._running.values():
+            if process.returncode is None:
+                process.tell(line)
+
+    def open_vaults(self, job: str, keys: Sequence[Keys]) -> tuple[str, ...]:
+        """There are none: the supervisor's state is in a file."""
+        return ()
+
     def pids(self) -> dict[Peer, int]:
         """The pids of processes that have an assignment and were not reported by ``exited``."""
         found = {peer: process.number() for peer, process in self._running.items()}
         return {peer: pid for peer, pid in found.items() if pid is not None}
+
+    def machine(self, peer: Peer) -> str:
+        """The machine of a process: there is only one."""
+        return ""
+
+    def read(self, name: str) -> bytes | None:
+        """A file in the run's folder; None if it does not exist yet."""
+        try:
+            return (self._folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def warm_pids(self, role: str) -> list[int]:
         """The pids of spare processes, in the order in which they will be assigned."""

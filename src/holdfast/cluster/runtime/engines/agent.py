@@ -1,0 +1,187 @@
+"""An agent: what an engine of many machines runs on each of them. It starts and watches the processes there.
+
+The agent has a launcher of its own, so processes are forked from templates and end with it, as on one
+machine. It also collects what they write, because nothing can be fetched from a machine once it is lost.
+Whoever owns the agent asks for its news over and over (``look``). The answer repeats what the previous one
+said until the caller acknowledges it, so none is lost with an answer.
+
+This module knows nothing of Ray: ``ray.py`` makes an actor of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.cluster.protocol.messages import Exit, Peer
+from holdfast.cluster.protocol.vault import Vault
+from holdfast.cluster.runtime.engines.local import NODE_COMMAND, ONE_THREAD, LocalLauncher
+from holdfast.cluster.runtime.files import FileNews, written
+from holdfast.cluster.runtime.keys import Keys
+from holdfast.cluster.runtime.loop import send_outbox
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.transport.zmq import ZmqTransport
+
+OWN_ADDRESS = "tcp"
+"""For ``bind`` of an assignment: the address of the machine on which the process runs."""
+_WATCH_SECONDS = 0.02
+_VAULT_SECONDS = 0.5
+
+
+class News(Struct, frozen=True, array_like=True):
+    """What happened on a machine."""
+
+    time: float
+    """Of the machine's clock, Unix seconds."""
+    exits: tuple[tuple[int, Exit], ...] = ()
+    """Processes that have ended, numbered from 1, and not acknowledged yet."""
+    files: tuple[FileNews, ...] = ()
+    running: tuple[tuple[Peer, int], ...] = ()
+    """The processes that have an assignment, and their pids."""
+    state: bytes | None = None
+    """The supervisor's state file, if a supervisor runs here and has written it."""
+
+
+# Made here, by one thread: msgspec crashes if several need a new type at the same time.
+NEWS = msgspec.msgpack.Decoder(News)
+_ASSIGNMENT = msgspec.json.Decoder(Assignment)
+_KEYS = msgspec.json.Decoder(Keys)
+
+
+class Agent:
+    """Starts, watches and ends the processes of one job on one machine. Any thread may call it.
+
+    Args:
+        address: of this machine, for processes on other machines.
+        state_file: the name of the file in which a supervisor tells where it listens.
+        environment: variables for the processes.
+        command: that of ``LocalLauncher``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        state_file: str,
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = NODE_COMMAND,
+    ) -> None:
+        self._address = f"[{address}]" if ":" in address else address
+        self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+        self._state = self._folder / state_file
+        self._supervisor = ""
+        self._vault: threading.Thread | None = None
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        variables = {**ONE_THREAD, "PYTHONPATH": paths, **(environment or {})}
+        self._launcher = LocalLauncher(self._folder, command, variables)
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._exits: list[tuple[int, Exit]] = []
+        self._count = 0
+        self._ending = False
+        self._watcher = threading.Thread(target=self._watch, name="agent", daemon=True)
+        self._watcher.start()
+
+    def warm(self, role: str) -> None:
+        """Start a spare process of a role."""
+        with self._lock:
+            self._launcher.warm(role)
+
+    def start(self, assignment: bytes) -> None:
+        """Start a process. One that cannot be started counts as ended, and the news say why."""
+        decoded = _ASSIGNMENT.decode(assignment)
+        here = msgspec.structs.replace(decoded, folder=str(self._folder))
+        if here.bind == OWN_ADDRESS:
+            here = msgspec.structs.replace(here, bind=f"tcp://{self._address}")
+        with self._lock:
+            if here.me.role == "supervisor":
+                self._state.unlink(missing_ok=True)  # an earlier one's
+            try:
+                self._launcher.start(here)
+            except Exception as error:
+                self._note(Exit(here.me, 1, f"could not be started: {error}"))
+
+    def signal(self, peer: Peer, number: int) -> None:
+        """Send a signal to a process, unless it has ended."""
+        with self._lock:
+            self._launcher.signal(peer, number)
+
+    def open_vault(self, job: str, slot: int, keys: bytes) -> str:
+        """Open a vault; its address."""
+        me = Peer("vault", slot)
+        decoded = _KEYS.decode(keys)
+        transport = ZmqTransport(me, job, f"tcp://{self._address}", decoded)
+        self._vault = threading.Thread(
+            target=self._keep, args=(Vault(me), transport), name="vault", daemon=True
+        )
+        self._vault.start()
+        return transport.endpoint
+
+    def _keep(self, vault: Vault, transport: ZmqTransport) -> None:
+        with transport:
+            while not self._ending:
+                for envelope in transport.poll(_VAULT_SECONDS):
+                    vault.receive(envelope, time.monotonic())
+                    send_outbox(vault, transport)
+
+    def look(
+        self, acknowledged: int, offsets: Mapping[str, int], seconds: float, supervisor: str = ""
+    ) -> bytes:
+        """The news (``News``, as MessagePack); waits so long for a process to end.
+
+        Args:
+            acknowledged: the number of the last exit that the caller knows.
+            offsets: how much of each file the caller has.
+            seconds: how long to wait.
+            supervisor: where the supervisor is, if it has moved: all processes here are told.
+        """
+        with self._lock:
+            if supervisor != self._supervisor:
+                self._supervisor = supervisor
+                self._launcher.announce(supervisor)
+            self._exits = [one for one in self._exits if one[0] > acknowledged]
+            self._news.wait_for(lambda: bool(self._exits) or self._ending, seconds)
+            exits, running = tuple(self._exits), tuple(self._launcher.pids().items())
+        state = None
+        if any(peer.role == "supervisor" for peer, _ in running):
+            with contextlib.suppress(FileNotFoundError):
+                state = self._state.read_bytes()
+        news = News(time.time(), exits, tuple(written(self._folder, offsets)), running, state)
+        return msgspec.msgpack.encode(news)
+
+    def close(self, seconds: float) -> None:
+        """End all processes; ``look`` has their last words. Call ``remove`` afterwards."""
+        with self._lock:
+            self._ending = True
+            self._news.notify_all()
+        self._watcher.join()
+        if self._vault is not None:
+            self._vault.join()
+        self._launcher.close(seconds)
+
+    def remove(self) -> None:
+        """Remove the agent's files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                if self._ending:
+                    return
+                for exited in self._launcher.exited():
+                    self._note(exited)
+            time.sleep(_WATCH_SECONDS)
+
+    def _note(self, exited: Exit) -> None:
+        self._count += 1
+        self._exits.append((self._count, exited))
+        self._news.notify_all()

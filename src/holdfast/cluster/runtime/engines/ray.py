@@ -1,0 +1,550 @@
+"""An engine that runs the processes of a job on the machines of a Ray cluster. Only this module imports Ray.
+
+Ray places and starts one actor on each machine, an *agent*, and says when it is gone. All else is the job's
+own: agents start the processes, ZeroMQ carries the data, and beats tell who is alive. An agent that Ray
+cannot reach at the moment has not died, and neither have its processes. But new processes start elsewhere
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import signal as signals
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from holdfast.cluster.protocol.messages import Exit, Peer
+from holdfast.cluster.runtime.engines.agent import NEWS, Agent
+from holdfast.cluster.runtime.files import FileNews, write_part
+from holdfast.cluster.runtime.keys import Keys
+from holdfast.cluster.runtime.node import Assignment
+from holdfast.coding.machines import best_machine, check_spread, spread
+from holdfast.coding.placement import Placement
+from holdfast.errors import ConfigError, JobFailed
+from holdfast.events import started_at
+from holdfast.options import Ray
+
+NAMESPACE = "holdfast"
+_LOOK_SECONDS = 0.25
+_PATIENCE_SECONDS = 0.5
+_PLACE_SECONDS = 60.0
+_START_SECONDS = 60.0
+_AGAIN_SECONDS = 0.2
+_CALLS_AT_ONCE = 8
+_CALL_SECONDS = 5.0
+
+
+class _AgentActor(Agent):
+    """An agent that knows where it is."""
+
+    def __init__(self, state_file: str) -> None:
+        self._where = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        super().__init__(self._where, state_file)
+
+    def where(self) -> tuple[str, str]:
+        """Address and Ray's id of this machine."""
+        return self._where, ray.get_runtime_context().get_node_id()
+
+
+@dataclass(eq=False)
+class _Machine:
+    """One bundle of the placement group, and the agent that runs in it now."""
+
+    number: int
+    name: str = ""
+    """Its address; "" while no agent is up."""
+    actor: Any = None
+    heard: float = 0.0
+    acknowledged: int = 0
+    offsets: dict[str, int] = field(default_factory=dict)
+    cut_line: dict[str, bytes] = field(default_factory=dict)
+    """By file of events: the beginning of a line whose end has not arrived."""
+    pids: dict[Peer, int] = field(default_factory=dict)
+    state: bytes | None = None
+    """The state file of a supervisor that runs there."""
+    starting: dict[Peer, tuple[Any, float]] = field(default_factory=dict)
+    """Calls that start a process, and when they were made."""
+
+
+class RayEngine:
+    """Starts and watches the processes of a job on a Ray cluster.
+
+    Args:
+        folder: the run's folder, to which what processes write is copied while they write it.
+        options: the cluster, and what to use of it.
+        placement: where rows lie: no machine gets so many servers that its loss would lose rows.
+        workers: number of workers.
+        state_file: the name of the file in which a supervisor tells where it listens.
+    """
+
+    def __init__(
+        self, folder: Path, options: Ray, placement: Placement, workers: int, state_file: str
+    ) -> None:
+        self._folder = folder
+        self._state_file = state_file
+        self._supervisor = ""
+        self._options = options
+        self._placement = placement
+        self._lock = threading.Lock()
+        self._peers: dict[Peer, _Machine] = {}
+        self._exits: list[Exit] = []
+        self._pending: list[Assignment] = []
+        self._closing = threading.Event()
+        self._group: PlacementGroup | None = None
+        self._threads: list[threading.Thread] = []
+        _connect(options)
+        count = options.machines or _machines_alive()
+        self.home = _spread(placement, count, options)
+        """The machine of each server, as planned."""
+        self._machines = [_Machine(number) for number in range(count + options.spares)]
+        try:
+            self._group = _place(self._machines, self._bundles(count, workers), options)
+            self._come_up()
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    def _bundles(self, count: int, workers: int) -> list[dict[str, float]]:
+        """What each machine must have free: enough for its processes and those of a lost machine."""
+        options = self._options
+        servers = max(self.home.count(machine) for machine in range(count))
+        bundle = {"CPU": options.server_cpus * servers + options.worker_cpus * -(-workers // count)}
+        memory = options.server_memory * servers + options.worker_memory * -(-workers // count)
+        if memory:
+            bundle["memory"] = float(memory)
+        return [{name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}] * len(
+            self._machines
+        )
+
+    def _come_up(self) -> None:
+        for machine in self._machines:
+            thread = threading.Thread(target=self._follow, args=(machine,), name="machine", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        end = time.monotonic() + _START_SECONDS
+        while any(not machine.name for machine in self._machines):
+            if time.monotonic() > end:
+                raise JobFailed(
+                    f"no agent of Holdfast came up on a machine within {_START_SECONDS:.0f} s: see Ray's logs"
+                )
+            time.sleep(_LOOK_SECONDS / 10)
+
+    # The interface of an engine
+
+    def warm(self, role: str, slot: int | None = None) -> None:
+        """Start a spare process of this role where this slot will run; without a slot, one on each
+        machine."""
+        with self._lock:
+            up = [machine for machine in self._machines if machine.actor is not None]
+            if slot is not None and up:
+                up = [up[self._home_of(role, slot) % len(up)]]
+            for machine in up:
+                machine.actor.warm.remote(role)
+
+    def start(self, assignment: Assignment) -> None:
+        """Start a process on the machine that suits it best; if there is none now, as soon as there is."""
+        with self._lock:
+            self._start(assignment)
+
+    def signal(self, peer: Peer, number: int) -> None:
+        """Send a signal to a process. If its machine does not answer, one that is to be killed counts as
+        ended."""
+        with self._lock:
+            self._pending = [each for each in self._pending if each.me != peer]
+            machine = self._peers.get(peer)
+            if machine is None:
+                return
+            if machine.actor is not None:
+                machine.actor.signal.remote(peer, number)
+            if number == signals.SIGKILL and not self._is_usable(machine):
+                self._end(peer, Exit(peer, -number, "is on a machine that does not answer"))
+
+    def pids(self) -> dict[Peer, int]:
+        """The pids of the processes, as far as they are known."""
+        with self._lock:
+            return {peer: machine.pids[peer] for peer, machine in self._peers.items() if peer in machine.pids}
+
+    def machine(self, peer: Peer) -> str:
+        """The address of the machine on which a process runs; "" if it does not run."""
+        with self._lock:
+            machine = self._peers.get(peer)
+            return machine.name if machine is not None else ""
+
+    def exited(self) -> list[Exit]:
+        """The processes that have ended since the last call."""
+        with self._lock:
+            self._check_starts()
+            pending, self._pending = self._pending, []
+            for assignment in pending:
+                self._start(assignment)
+            exits, self._exits = self._exits, []
+            return exits
+
+    def read(self, name: str) -> bytes | None:
+        """The supervisor's state file; None if it has not written it yet."""
+        assert name == self._state_file
+        with self._lock:
+            at = next((m for peer, m in self._peers.items() if peer.role == "supervisor"), None)
+            return at.state if at is not None else None
+
+    def announce(self, supervisor: str) -> None:
+        """Tell all processes, with the next look at each machine, that the supervisor has another address."""
+        with self._lock:
+            self._supervisor = supervisor
+
+    @property
+    def vaults(self) -> int:
+        """One on each machine of the beginning."""
+        return len(self._machines)
+
+    def open_vaults(self, job: str, keys: Sequence[Keys]) -> tuple[str, ...]:
+        """Open the vaults, and return their addresses."""
+        calls = [
+            machine.actor.open_vault.remote(job, slot, msgspec.json.encode(own))
+            for slot, (machine, own) in enumerate(zip(self._machines, keys, strict=True))
+        ]
+        return tuple(ray.get(calls, timeout=_START_SECONDS))
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """End all processes and agents, and copy what they wrote last. Closing twice does no harm."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(_PLACE_SECONDS)
+        up = [machine for machine in self._machines if machine.actor is not None]
+        closed = [machine.actor.close.remote(timeout_seconds) for machine in up if self._is_usable(machine)]
+        if closed:
+            ray.wait(closed, num_returns=len(closed), timeout=timeout_seconds + _PATIENCE_SECONDS * 4)
+        for machine in up:
+            with contextlib.suppress(RayError):
+                while self._is_usable(machine) and self._look(
+                    machine, machine.actor.look.remote(*_known(machine), 0.0)
+                ):
+                    pass
+                ray.get(machine.actor.remove.remote(), timeout=_PATIENCE_SECONDS)
+            ray.kill(machine.actor)
+            machine.actor = None
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    def __enter__(self) -> RayEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Where processes run. The lock is held.
+
+    def _home_of(self, role: str, slot: int) -> int:
+        """Where a process is planned to run; the supervisor where there are fewest servers."""
+        if role == "supervisor":
+            return min(reversed(range(len(self._machines))), key=self.home.count)
+        return self.home[slot] if role == "server" else slot
+
+    def _is_usable(self, machine: _Machine) -> bool:
+        """Whether a process may start there: the agent was heard of a moment ago."""
+        silent = time.monotonic() - machine.heard
+        return machine.actor is not None and bool(machine.name) and silent < self._options.silent_seconds / 2
+
+    def _start(self, assignment: Assignment) -> None:
+        machine = self._choose(assignment.me)
+        if machine is None:
+            self._pending.append(assignment)
+            return
+        self._peers[assignment.me] = machine
+        call = machine.actor.start.remote(msgspec.json.encode(assignment))
+        machine.starting[assignment.me] = call, time.monotonic()
+
+    def _choose(self, peer: Peer) -> _Machine | None:
+        usable = {machine.number: machine for machine in self._machines if self._is_usable(machine)}
+        if not usable:
+            return None
+        if peer.role == "server":
+            at: list[int | None] = [None] * self._placement.servers
+            for other, machine in self._peers.items():
+                if other.role == "server" and other.slot != peer.slot:
+                    at[other.slot] = machine.number
+            home = self.home[peer.slot]
+            # At the beginning the others are not there yet, but will be where they are planned.
+            at = [self.home[slot] if machine is None else machine for slot, machine in enumerate(at)]
+            ordered = sorted(usable, key=lambda number: (number != home, number))
+            return usable[best_machine(self._placement, at, peer.slot, ordered)]
+        running = [machine.number for other, machine in self._peers.items() if other.role == peer.role]
+        home = self._home_of(peer.role, peer.slot) % len(self._machines)
+        return usable[min(usable, key=lambda number: (running.count(number), number != home, number))]
+
+    def _check_starts(self) -> None:
+        """A process whose machine does not answer the call to start it counts as ended: it starts
+        elsewhere."""
+        now = time.monotonic()
+        for machine in self._machines:
+            for peer, (call, since) in list(machine.starting.items()):
+                if ray.wait([call], timeout=0)[0]:
+                    del machine.starting[peer]
+                elif now - since > self._options.silent_seconds:
+                    self._end(peer, Exit(peer, 1, "could not be started: its machine does not answer"))
+
+    def _end(self, peer: Peer, exited: Exit) -> None:
+        machine = self._peers.pop(peer, None)
+        if machine is not None:
+            machine.starting.pop(peer, None)
+            machine.pids.pop(peer, None)
+            self._exits.append(exited)
+
+    # What agents say. One thread for each machine.
+
+    def _follow(self, machine: _Machine) -> None:
+        call = None
+        while not self._closing.is_set():
+            try:
+                if machine.actor is None:
+                    self._bring_up(machine)
+                call = call or machine.actor.look.remote(*_known(machine), _LOOK_SECONDS, self._supervisor)
+                self._look(machine, call)
+                call = None
+            except GetTimeoutError:
+                continue  # the call goes on
+            except ActorUnavailableError:  # not dead
+                call = None
+                self._closing.wait(_AGAIN_SECONDS)
+            except (ActorDiedError, RayError) as error:
+                call = None
+                self._lose(machine, error)
+                self._closing.wait(_AGAIN_SECONDS)
+
+    def _bring_up(self, machine: _Machine) -> None:
+        """Start an agent in this machine's bundle; after the loss of a machine, on the one that Ray found
+        for it."""
+        assert self._group is not None
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=machine.number)
+        actor: Any = (
+            ray.remote(_AgentActor)
+            .options(num_cpus=0, max_restarts=0, max_concurrency=_CALLS_AT_ONCE, scheduling_strategy=strategy)
+            .remote(self._state_file)
+        )
+        where = actor.where.remote()
+        try:
+            while not ray.wait([where], timeout=_PATIENCE_SECONDS)[0]:
+                if self._closing.is_set():
+                    ray.kill(actor)
+                    raise GetTimeoutError
+            name, _ = ray.get(where)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        with self._lock:
+            machine.actor, machine.heard = actor, time.monotonic()
+            machine.acknowledged, machine.offsets, machine.cut_line = 0, {}, {}
+            machine.name = name
+
+    def _look(self, machine: _Machine, call: Any) -> bool:
+        """Process the answer to a call of ``look``; whether there was anything written in it."""
+        answer = ray.get(call, timeout=_PATIENCE_SECONDS)
+        news = NEWS.decode(answer)
+        now = time.monotonic()
+        with self._lock:
+            machine.heard = now
+            machine.pids, machine.state = dict(news.running), news.state
+            for number, exited in news.exits:
+                if number > machine.acknowledged and self._peers.get(exited.peer) is machine:
+                    self._end(exited.peer, exited)
+                machine.acknowledged = max(machine.acknowledged, number)
+            for peer, _ in news.running:
+                if self._peers.get(peer) is not machine:  # replaced while the machine could not be reached
+                    machine.actor.signal.remote(peer, int(signals.SIGKILL))
+        for file in news.files:
+            self._write(machine, file, time.time() - news.time)
+        return bool(news.files)
+
+    def _lose(self, machine: _Machine, error: BaseException) -> None:
+        """The agent has died, and all of its processes with it."""
+        with self._lock:
+            lost = [peer for peer, at in self._peers.items() if at is machine]
+            for peer in lost:
+                self._end(peer, Exit(peer, -int(signals.SIGKILL), f"was lost with machine {machine.name}"))
+            machine.actor, machine.name, machine.pids, machine.state = None, "", {}, None
+            machine.starting.clear()
+
+    def _write(self, machine: _Machine, file: FileNews, ahead: float) -> None:
+        """Copy a part of a file to the run's folder; ``ahead`` is by how much this clock is ahead of the
+        machine's."""
+        machine.offsets[file.name] = file.offset + len(file.data)
+        path = Path(file.name)
+        if path.name == "events.jsonl":
+            self._write_events(machine, file, ahead)
+            return
+        if path.parent.name == "logs":
+            file = FileNews(f"logs/{machine.name.replace(':', '-')}/{path.name}", file.offset, file.data)
+        with contextlib.suppress(OSError):  # a full disk must not end the job
+            write_part(self._folder, file)
+
+    def _write_events(self, machine: _Machine, file: FileNews, ahead: float) -> None:
+        """Append events to the run's log, by this machine's clock."""
+        text = machine.cut_line.pop(file.name, b"") + file.data
+        *lines, machine.cut_line[file.name] = text.split(b"\n")
+        log = self._folder / "events.jsonl"
+        started = started_at(log)
+        with contextlib.suppress(OSError), log.open("ab", buffering=0) as events:
+            for line in lines:
+                with contextlib.suppress(msgspec.DecodeError):
+                    event = msgspec.json.decode(line)
+                    event["time"] += ahead
+                    event["seconds"] = round(event["time"] - started, 6)
+                    event["host"] = machine.name
+                    events.write(msgspec.json.encode(event) + b"\n")
+
+
+def _known(machine: _Machine) -> tuple[int, dict[str, int]]:
+    return machine.acknowledged, dict(machine.offsets)
+
+
+def _connect(options: Ray) -> None:
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(
+            address=options.address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env=dict(options.runtime_env) or None,
+        )
+    except (ConnectionError, RayError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster at {options.address!r} ({error}): start one with `ray start --head`, or set "
+            "job.engine.address"
+        ) from None
+
+
+def _nodes_alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _machines_alive() -> int:
+    return sum(bool(node["Resources"].get("CPU")) for node in _nodes_alive())
+
+
+def _spread(placement: Placement, machines: int, options: Ray) -> tuple[int, ...]:
+    if not placement.r:
+        return spread(placement, machines) or ()
+    if options.spread == "require":
+        return check_spread(placement, machines)
+    return spread(placement, machines) or tuple(
+        s // placement.groups % machines for s in range(placement.servers)
+    )
+
+
+def _place(machines: Sequence[_Machine], bundles: list[dict[str, float]], options: Ray) -> PlacementGroup:
+    group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
+    if not group.wait(_PLACE_SECONDS):
+        remove_placement_group(group)
+        have = ", ".join(
+            f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPUs)"
+            for node in _nodes_alive()
+        )
+        raise ConfigError(
+            f"the Ray cluster has no room for {len(machines)} machines with {bundles[0]} free on each: it "
+            f"has {have}; add machines, or lower job.engine.machines, spares, server_cpus or worker_cpus"
+        )
+    return group
+
+
+class _Host:
+    """An actor that runs an object of a class that this module does not know.
+
+    Args:
+        path: the import path of the class, "package.module:Class".
+        arguments: of its constructor.
+    """
+
+    def __init__(self, path: str, arguments: dict[str, Any]) -> None:
+        module, _, name = path.partition(":")
+        self._object = getattr(importlib.import_module(module), name)(**arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the object."""
+        return getattr(self._object, method)(*arguments)
+
+
+class RayHosted:
+    """An object in an actor that outlives whoever started it; by its name, everybody on the cluster finds it.
+
+    Args:
+        actor: the actor.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    @classmethod
+    def start(cls, options: Ray, name: str, path: str, arguments: dict[str, Any]) -> RayHosted:
+        """Start it on this machine, under a name that nobody else has."""
+        _connect(options)
+        here = ray.get_runtime_context().get_node_id()
+        try:
+            actor = (
+                ray.remote(_Host)
+                .options(
+                    name=name,
+                    namespace=NAMESPACE,
+                    lifetime="detached",
+                    num_cpus=0,
+                    max_restarts=0,
+                    max_concurrency=_CALLS_AT_ONCE,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+                )
+                .remote(path, arguments)
+            )
+        except ValueError as error:
+            if "already taken" not in str(error) and "already exists" not in str(error):
+                raise
+            raise ConfigError(
+                f"the cluster has a job {name!r} already: choose another job.engine.name, watch it with "
+                f"`holdfast attach {name}`, or end it with `holdfast stop {name}`"
+            ) from None
+        return cls(actor)
+
+    @classmethod
+    def find(cls, options: Ray, name: str) -> RayHosted:
+        """The one with this name. Raises ConfigError if there is none."""
+        _connect(options)
+        try:
+            return cls(ray.get_actor(name, namespace=NAMESPACE))
+        except ValueError:
+            names = ", ".join(hosted_names(options)) or "none"
+            raise ConfigError(f"the cluster has no job {name!r}: it has {names}") from None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method. Raises TimeoutError if there is no answer now, JobFailed if the actor is gone."""
+        try:
+            return ray.get(self._actor.call.remote(method, *arguments), timeout=_CALL_SECONDS)
+        except (GetTimeoutError, ActorUnavailableError) as error:
+            raise TimeoutError(str(error)) from None
+        except ActorDiedError:
+            raise JobFailed("the controller of the job has died, and its processes with it") from None
+
+    def kill(self) -> None:
+        """End the actor, and with it the agents that it has started, and their processes."""
+        with contextlib.suppress(RayError):
+            ray.get(self._actor.call.remote("remove"), timeout=_PATIENCE_SECONDS)
+        ray.kill(self._actor)
+
+
+def hosted_names(options: Ray) -> list[str]:
+    """The names of all jobs on the cluster."""
+    _connect(options)
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in named if actor["namespace"] == NAMESPACE)

@@ -1,0 +1,29 @@
+"""Jobs on several hosts survive what happens to hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.testing.lab import enclosed, unavailable
+from tests.lab.scenarios import SCENARIOS
+
+WHY_NOT = unavailable() or ("" if importlib.util.find_spec("ray") else "Ray is not installed")
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "user_killed")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_SUITE else pytest.param(name, marks=pytest.mark.soak) for name in SCENARIOS]
+)
+def test_scenario(name: str, tmp_path: Path) -> None:
+    command = enclosed([sys.executable, "-m", "tests.lab.scenarios", name, str(tmp_path)])
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    said = "".join(path.read_text()[-4000:] for path in tmp_path.glob("*.log") if "ray" not in path.name)
+    assert ended.returncode == 0, f"{ended.stderr[-4000:]}\n{said}"
