@@ -527,6 +527,7 @@ class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid
         worker_memory: bytes of memory to reserve for each worker.
         silent_seconds: a process that sends no heartbeat for this long is considered dead.
         runtime_env: what Ray prepares on all machines, such as ``{"working_dir": "."}``.
+        shared_paths: whether local paths, such as ``checkpoint``, are one folder that all machines share.
         name: by which ``holdfast attach``, ``holdfast stop`` and ``holdfast jobs`` know the job. Default: a
             random one.
     """
@@ -541,6 +542,7 @@ class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid
     worker_memory: int = 0
     silent_seconds: float = 3.0
     runtime_env: dict[str, Any] = {}
+    shared_paths: bool = False
     name: str | None = None
 
     def __post_init__(self) -> None:

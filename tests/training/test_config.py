@@ -197,6 +197,7 @@ OF_JOBS = {
     "workers": ("2", "4"),
     "protection": ("none", "2+1"),
     "staleness": ("1", "0"),
+    "engine": ("local", "ray"),
     "bind": ("ipc", "tcp://10.0.0.1"),
     "kill": ("[]", "[server:0@step:3]"),
     "silent_seconds": ("10", "3"),

@@ -58,6 +58,12 @@ def plan_job(
     saving = None
     if checkpoint is not None:
         if "://" not in checkpoint.path:  # processes may run in other folders
+            if job.engine != "local" and not job.engine.shared_paths:
+                raise ConfigError(
+                    f"checkpoint.path is {checkpoint.path}, but all machines of the cluster must reach it: "
+                    "use a URL such as s3://bucket/run, or set job.engine.shared_paths if it is one folder "
+                    "that they share"
+                )
             checkpoint = msgspec.structs.replace(checkpoint, path=os.path.abspath(checkpoint.path))
         saving = plan_saving(checkpoint, network, rows, chosen, groups)
     plan = JobPlan(

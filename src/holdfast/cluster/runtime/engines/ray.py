@@ -225,15 +225,15 @@ class RayEngine:
         for thread in self._threads:
             thread.join(_PLACE_SECONDS)
         up = [machine for machine in self._machines if machine.actor is not None]
-        closed = [machine.actor.close.remote(timeout_seconds) for machine in up if self._is_usable(machine)]
-        if closed:
-            ray.wait(closed, num_returns=len(closed), timeout=timeout_seconds + _PATIENCE_SECONDS * 4)
-        for machine in up:
+        calls = [machine.actor.close.remote(timeout_seconds) for machine in up]
+        patience = timeout_seconds + 4 * _PATIENCE_SECONDS
+        closed = set(ray.wait(calls, num_returns=len(calls), timeout=patience)[0]) if calls else set()
+        for machine, call in zip(up, calls, strict=True):
             with contextlib.suppress(RayError):
-                while self._is_usable(machine) and self._look(
+                while call in closed and self._look(
                     machine, machine.actor.look.remote(*_known(machine), 0.0)
                 ):
-                    pass
+                    pass  # last words
                 ray.get(machine.actor.remove.remote(), timeout=_PATIENCE_SECONDS)
             ray.kill(machine.actor)
             machine.actor = None
@@ -373,6 +373,8 @@ class RayEngine:
         """The agent has died, and all of its processes with it."""
         with self._lock:
             lost = [peer for peer, at in self._peers.items() if at is machine]
+            if machine.actor is not None:
+                ray.kill(machine.actor)  # it may have raised an error, and live
             for peer in lost:
                 self._end(peer, Exit(peer, -int(signals.SIGKILL), f"was lost with machine {machine.name}"))
             machine.actor, machine.name, machine.pids, machine.state = None, "", {}, None
