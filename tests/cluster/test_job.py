@@ -95,7 +95,7 @@ def test_what_is_tested_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engine": "ray"}, "engine is 'ray': expected 'local' or a Local"),
+        ({"engine": "slurm"}, "engine is 'slurm': expected 'local', 'ray', a Local"),
         ({"servers": 0}, "servers is 0: expected at least 1"),
         ({"workers": 0}, r"job\.workers: expected `int` >= 1"),
         ({"training": hf.Training(batch_size=7)}, "batch_size is 7 but the reader's is 100"),

@@ -10,6 +10,7 @@ import pytest
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
     Evaluation,
+    Exit,
     NodeStatus,
     Peer,
     Status,
@@ -78,9 +79,9 @@ class Ended:
     """An engine whose supervisor has ended."""
 
     def __init__(self) -> None:
-        self.left = [(Peer("supervisor"), -9)]
+        self.left = [Exit(Peer("supervisor"), -9)]
 
-    def exited(self) -> list[tuple[Peer, int]]:
+    def exited(self) -> list[Exit]:
         found, self.left = self.left, []
         return found
 
@@ -109,17 +110,17 @@ class Obedient:
     def __init__(self) -> None:
         self.killed: list[Peer] = []
         self.started: list[Peer] = []
-        self._left: list[tuple[Peer, int]] = []
+        self._left: list[Exit] = []
 
     def signal(self, peer: Peer, number: int) -> None:
         assert number == signal.SIGKILL
         self.killed.append(peer)
-        self._left.append((peer, -9))
+        self._left.append(Exit(peer, -9))
 
     def start(self, assignment: Assignment) -> None:
         self.started.append(assignment.me)
 
-    def exited(self) -> list[tuple[Peer, int]]:
+    def exited(self) -> list[Exit]:
         found, self._left = self._left, []
         return found
 

@@ -157,11 +157,15 @@ class Job:
             if self.config.job.engine == "local":
                 reports = Reports(self.config, events)
                 return _watch(
-                    lambda take, stop: self.run_here(folder, events, take, stop), reports, board, on_status
-                )
+                    lambda take, signals: self.run_here(folder, events, take, lambda: bool(signals), signals),
+                    reports, board, on_status,
+                )  # fmt: skip
             remote, reports = self._start_controller(), Reports(self.config, EventLog(None))
             try:
-                return _watch(lambda take, stop: remote.follow(folder, take, stop), reports, board, on_status)
+                return _watch(
+                    lambda take, signals: remote.follow(folder, take, lambda: bool(signals)),
+                    reports, board, on_status,
+                )  # fmt: skip
             except KeyboardInterrupt:
                 remote.kill()
                 raise
@@ -180,10 +184,14 @@ class Job:
         events: EventLog,
         on_status: Callable[[Status], None],
         stop_requested: Callable[[], bool],
+        signals: Sequence[int] = (),
     ) -> JobResult:
-        """Run the job from this process, which must stay, with its files in a folder. Users call ``run``."""
+        """Run the job from this process, which must stay, with its files in a folder. Users call ``run``.
+
+        ``signals`` are those that this process has received so far; more may be added.
+        """
         try:
-            result = self._run(folder, events, on_status, stop_requested)
+            result = _signalled(self._run(folder, events, on_status, stop_requested), signals)
         except BaseException as error:
             events.emit("run_failed", error=type(error).__name__, message=str(error))
             raise
@@ -266,7 +274,7 @@ def _open_engine(config: Config, folder: Path) -> Iterator[Engine]:
 
 
 def _watch(
-    work: Callable[[Callable[[Status], None], Callable[[], bool]], JobResult],
+    work: Callable[[Callable[[Status], None], Sequence[int]], JobResult],
     reports: Reports,
     board: Callable[[JobProgress], None],
     on_status: Callable[[JobProgress], None] | None,
@@ -281,12 +289,15 @@ def _watch(
 
     with stop_on_signals(lambda: started) as received:
         show = _taker(reports, board, on_status, lambda: bool(received))
-        result = work(take, lambda: bool(received))
-        if result.interrupted and received:
-            result = replace(result, signal=received[0])
+        result = _signalled(work(take, received), received)
     if result.unsaved:
         log.warning("%s", describe_lack(result))
     return result
+
+
+def _signalled(result: JobResult, signals: Sequence[int]) -> JobResult:
+    """The result with the signal that stopped the job early, if one did."""
+    return replace(result, signal=signals[0]) if result.interrupted and signals else result
 
 
 def _taker(
