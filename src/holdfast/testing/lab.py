@@ -155,7 +155,10 @@ class Lab:
             raise HoldfastError(
                 "this process is not in a lab: start it with `python -m holdfast.testing.lab`"
             )
-        self._temporary = tempfile.TemporaryDirectory(prefix="hf-lab-", ignore_cleanup_errors=True)
+        # A short path: that of a socket in it may have 107 bytes, and Ray's take 60.
+        self._temporary = tempfile.TemporaryDirectory(
+            prefix="hf-lab-", dir="/tmp", ignore_cleanup_errors=True
+        )
         self.folder = Path(self._temporary.name)
         (self.folder / "private").mkdir()
         self.hosts = {number: Host(number, self.folder) for number in range(1, hosts + 1)}
