@@ -26,7 +26,7 @@ def test_the_figures_are_there(tmp_path: Path, cold: bool, monkeypatch: pytest.M
     figures = report.figures
     for count in (3, 9):
         assert figures[f"scale.restore.newest_over_read.versions{count}"] > 0
-        assert figures[f"scale.restore.manifest_share.versions{count}"] > 0
+        assert figures[f"scale.restore.open_seconds.versions{count}"] > 0
         assert figures[f"scale.restore.first_save_seconds.versions{count}"] > 0
         assert figures[f"scale.restore.first_save_over_later.versions{count}"] > 0
     each = [figures[f"scale.restore.newest_over_read.versions{count}"] for count in (3, 9)]

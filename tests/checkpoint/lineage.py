@@ -134,12 +134,12 @@ class Lineage:
     def go_to(self, version: Version) -> None:
         with open_version(self.store, version.version) as reader:
             self.fields = blank()
-            reader.read_rows(RowLoader(GROUPS, lambda table: self.fields[table]))
+            digests = self.writer.begin_restore(reader.groups)
+            reader.read_rows(RowLoader(GROUPS, lambda table: self.fields[table], digests))
             assert reader.dense() == dense(version.step)
         self.tables = LiveTables(GROUPS, lambda table: self.fields[table])
         self.writer.bind(self.tables)
-        self.writer.begin_anew()
-        self.writer.resume(version)
+        self.writer.resume(version, digests)
         self.step = version.step
         assert same(self.fields, state_after(self.step, self.on_grids))
 

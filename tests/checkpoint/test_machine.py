@@ -164,10 +164,10 @@ class Machine(RuleBasedStateMachine):
         self.go_to(self.listed[choice % len(self.listed)])
 
     def go_to(self, number: int) -> None:
-        self.writer.begin_anew()
         with open_version(self.store, number) as reader:
-            reader.read_rows(RowLoader(GROUPS, lambda table: self.tables[table]))
-            self.writer.resume(reader.version)
+            digests = self.writer.begin_restore(reader.groups)
+            reader.read_rows(RowLoader(GROUPS, lambda table: self.tables[table], digests))
+            self.writer.resume(reader.version, digests)
         assert same(self.tables, self.truth[number])
 
     @precondition(lambda self: self.truth)

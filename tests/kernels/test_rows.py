@@ -271,7 +271,7 @@ def test_bytes_are_copied_past_the_caches(size: int, shift: int) -> None:
     source = np.random.default_rng(size).integers(0, 256, size + 7, np.uint8)[7:]
     target = np.full(size + 200, 9, np.uint8)
     begin = -target.ctypes.data % 64 + shift
-    copy_past_caches(target[begin : begin + size], source)
+    copy_past_caches(source.ctypes.data, target.ctypes.data + begin, size)
     assert np.array_equal(target[begin : begin + size], source)
     assert (target[:begin] == 9).all()
     assert (target[begin + size :] == 9).all()

@@ -34,10 +34,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.dense import decode_tree
-from holdfast.checkpoint.format.manifest import Manifest, Version, raise_if_unreachable, read_newest
+from holdfast.checkpoint.format.manifest import Manifest, Version, raise_if_unreachable
+from holdfast.checkpoint.memory.digests import RowDigests
 from holdfast.checkpoint.progress_bar import byte_progress
 from holdfast.checkpoint.reading.coverage import check_places
-from holdfast.checkpoint.reading.loader import RowLoader
+from holdfast.checkpoint.reading.loader import RowLoader, compile_loops
 from holdfast.checkpoint.reading.version import VersionReader, find_version, open_version
 from holdfast.checkpoint.saving.schedule import SaveSchedule
 from holdfast.checkpoint.saving.writer import SaveReport, Writer
@@ -132,6 +133,7 @@ class Checkpointer:
         except BaseException:
             self._cleanup.close()
             raise
+        compile_loops()
         compared = "digests" if self.policy.verify else "whole"
         self._source = TrainingSource(self._objects, self._watch, compared, self.events)
         self._read_ahead = ReadAhead(self._objects.objects, self.events)
@@ -220,7 +222,7 @@ class Checkpointer:
         self._check_open()
         self.wait()
         complaints: list[str] = []
-        manifest = read_newest(self.store, complaints)
+        manifest = self._writer.catalog.newest_manifest(complaints)
         for complaint in complaints:
             log.warning("%s: an older manifest is used: %s", self.store.url, complaint)
             self.events.emit("checkpoint_damaged", version=None, error=complaint)
@@ -392,26 +394,29 @@ class Checkpointer:
             objects.prepare(reader.groups)
             text = f"restoring version {version.version}"
             # From here on the tables no longer match the newest version and the marks.
-            self._writer.begin_anew()
+            digests = self._writer.begin_restore(reader.groups)
             try:
                 with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
-                    reader.read_rows(RowLoader(reader.groups, objects.fields), on_progress=on_progress)
+                    loader = RowLoader(reader.groups, objects.fields, digests)
+                    reader.read_rows(loader, on_progress=on_progress)
                 with _taken_for_damage(where):
                     objects.load_dense(tree)
             except BaseException:
                 objects.cancel_restore()
                 raise
-            self._note_restored(version, reader, time.perf_counter() - started)
+            self._note_restored(version, reader, digests, time.perf_counter() - started)
         return version.step + 1
 
-    def _note_restored(self, version: Version, reader: VersionReader, seconds: float) -> None:
+    def _note_restored(
+        self, version: Version, reader: VersionReader, digests: RowDigests | None, seconds: float
+    ) -> None:
         self._writer.bind(self._objects.live_tables())
         self._objects.forget_replaced()
         self._watch.restored()
         lossy = any(group.is_coded for group in reader.stored_groups)
         self._writer.restores = version.restores + lossy
         self._writer.note_restored(reader.bytes_read, seconds)
-        resumed = self._writer.resume(version)
+        resumed = self._writer.resume(version, digests)
         self._last_step = version.step
         self._schedule.begin_at(version.step)
         self._told = None

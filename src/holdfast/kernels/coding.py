@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from holdfast.kernels.machine import prefetch
 
 # Checksums of the files whose functions are inlined here, since Numba's cache depends on this file alone.
-BUILT_WITH = {"machine": "4640a77db278"}
+BUILT_WITH = {"machine": "d8b2aca3c980"}
 
 _compiled = njit(cache=True, nogil=True, error_model="numpy")
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)

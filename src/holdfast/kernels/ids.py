@@ -10,7 +10,7 @@ from numba import carray, njit  # type: ignore[attr-defined]
 from holdfast.kernels.machine import mixed, ones, pointer, trailing_zeros
 
 # Checksums of the files whose functions are inlined here, since Numba's cache depends on this file alone.
-BUILT_WITH = {"machine": "4640a77db278"}
+BUILT_WITH = {"machine": "d8b2aca3c980"}
 
 
 @njit(cache=True, nogil=True)

@@ -8,7 +8,7 @@ from numba import njit
 from holdfast.kernels.machine import mixed
 
 # Checksums of the files whose functions are inlined here, since Numba's cache depends on this file alone.
-BUILT_WITH = {"machine": "4640a77db278"}
+BUILT_WITH = {"machine": "d8b2aca3c980"}
 
 
 @njit(cache=True, nogil=True)

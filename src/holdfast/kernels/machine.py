@@ -80,11 +80,14 @@ def finish_streams(typing_context):
 
 @intrinsic
 def fetch_add(typing_context, address, number):
-    """Atomically add to the 64-bit integer at an address. Returns its previous value."""
+    """Atomically add to the 64-bit integer at an address. Returns its previous value.
+
+    What this thread did before is seen by whoever adds later.
+    """
 
     def generate(context, builder, signature, arguments):
         integer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", integer, arguments[1], "monotonic")
+        return builder.atomic_rmw("add", integer, arguments[1], "acq_rel")
 
     return types.int64(address, number), generate
 

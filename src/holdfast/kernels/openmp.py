@@ -49,6 +49,11 @@ def run_on_all(function: Callable[[int], None], argument: int) -> None:
     runtime.GOMP_parallel(_compiled(function).address, argument, 0, 0)
 
 
+def prepare(function: Callable[[int], None]) -> None:
+    """Compile a function for ``run_on_all``, or load what was compiled."""
+    _compiled(function)
+
+
 @cache
 def _runtime() -> ctypes.CDLL | None:
     """The loaded runtime; PyTorch's if there are several, since each has its own threads."""

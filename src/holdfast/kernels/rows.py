@@ -19,7 +19,7 @@ from holdfast.kernels.machine import (
 )
 
 # Checksums of the files whose functions are inlined here, since Numba's cache depends on this file alone.
-BUILT_WITH = {"machine": "4640a77db278"}
+BUILT_WITH = {"machine": "d8b2aca3c980"}
 
 _AHEAD = 8
 _GATHER_BLOCK = 2048
@@ -218,19 +218,14 @@ def _scatter_bytes(addresses, firsts, ids, values, row_bytes, positions):
 
 
 @njit(cache=True, nogil=True)
-def copy_past_caches(target, source):
-    """Copy bytes with non-temporal stores: for targets that are not read soon."""
-    to, from_ = target.ctypes.data, source.ctypes.data
-    size = target.shape[0]
-    begin = min(-to % LINE, size)
+def copy_past_caches(source, target, size):
+    """Copy bytes from one memory address to another that is not read soon; call ``finish_streams`` then."""
+    begin = min(-target % LINE, size)
     end = begin + (size - begin) // LINE * LINE
-    for i in range(begin):
-        target[i] = source[i]
+    copy_bytes(source, target, begin)
     for at in range(begin, end, LINE):
-        stream_line(to + at, from_ + at)
-    for i in range(end, size):
-        target[i] = source[i]
-    finish_streams()
+        stream_line(target + at, source + at)
+    copy_bytes(source + end, target + end, size - end)
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -29,7 +29,7 @@ from holdfast.kernels.simd import COUNT, compiled, each, load, splat, store
 
 # Numba keeps what it compiled of this file until the file changes. So it must change with the one that it is
 # built with: a test compares their checksums.
-BUILT_WITH = {"simd": "d06c9da87557", "machine": "4640a77db278"}
+BUILT_WITH = {"simd": "d06c9da87557", "machine": "d8b2aca3c980"}
 
 _inlined = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, forceinline=True)
 

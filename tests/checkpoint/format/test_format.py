@@ -63,7 +63,10 @@ def read_parts(store: Path, head: dict[str, Any]) -> dict[str, Any]:
     return {**head, "versions": list(versions.values()), "eras": found}
 
 
-def read_segment(store: Path, name: str, size: int, expected: str, length: int) -> dict[str, Any]:
+def read_segment(
+    store: Path, manifest: int, tag: str, size: int, expected: str, length: int
+) -> dict[str, Any]:
+    name = f"segments/{manifest:010}-{tag}.json.gz"
     data = (store / name).read_bytes()
     copy = store / (name.removesuffix(".json.gz") + "-copy.json.gz")
     assert copy.read_bytes() == data

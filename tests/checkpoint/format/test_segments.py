@@ -135,8 +135,11 @@ def test_every_cut_and_every_flipped_bit_is_seen() -> None:
         unpack(segment, data + b" ", "here")
 
 
+TAG = "0123456789ab"
+
+
 def of(data: bytes, length: int) -> Segment:
-    return Segment("segments/0000000007-0123456789ab.json.gz", len(data), checksum(data), length)
+    return Segment(7, TAG, len(data), checksum(data), length)
 
 
 @pytest.mark.parametrize(
@@ -162,20 +165,21 @@ def test_no_more_is_unpacked_than_was_announced() -> None:
             unpack(of(data, len(body)), data, "here")
 
 
-SEGMENT = "segments/0000000007-0123456789ab.json.gz"
+SEGMENT = f"segments/0000000007-{TAG}.json.gz"
 HEADS: list[Any] = [
-    *([[name, 5, "", 9]] for name in (
-        "../x", "/etc/passwd", "chunks/a", "segments/x", "manifests/0000000007.json", "segments/../x", "",
-        SEGMENT.upper(), SEGMENT + "x", SEGMENT.replace(".json", "-copy.json"), SEGMENT + "\n",
+    *([[7, tag, 5, "", 9]] for tag in (
+        "../x", "/etc/passwd", "x", "", TAG.upper(), TAG[:-1], TAG + "x", TAG + "-copy", TAG + "\n",
     )),
-    [[SEGMENT, -1, "", 9]],
-    [[SEGMENT, 5, "", -1]],
-    [[SEGMENT, 5, "", 1 << 31]],
-    [[SEGMENT, 1 << 70, "", 9]],
-    [[SEGMENT, 5, "", 9], [SEGMENT, 5, "", 9]],
-    [[SEGMENT, 5, ""]],
-    [[SEGMENT, "5", "", 9]],
-    [SEGMENT],
+    *([[number, TAG, 5, "", 9]] for number in (-1, 10**10, 1 << 70, "7", 7.5)),
+    [[7, TAG, -1, "", 9]],
+    [[7, TAG, 5, "", -1]],
+    [[7, TAG, 5, "", 1 << 31]],
+    [[7, TAG, 1 << 70, "", 9]],
+    [[7, TAG, 5, "", 9], [7, TAG, 5, "", 9]],
+    [[7, TAG, 5, ""]],
+    [[7, TAG, "5", "", 9]],
+    [[SEGMENT, 5, "", 9]],
+    [7],
     SEGMENT,
 ]  # fmt: skip
 
@@ -194,7 +198,7 @@ def test_a_manifest_of_the_first_format_has_no_segments() -> None:
         "time": 0.0,
         "eras": [],
         "versions": [],
-        "segments": [[SEGMENT, 5, "", 9]],
+        "segments": [[7, TAG, 5, "", 9]],
     }
     with pytest.raises(CorruptCheckpoint, match="it has segments"):
         decode_head(framed(msgspec.json.encode(body)), "here")

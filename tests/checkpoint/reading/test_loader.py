@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +10,11 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.codecs.quantize import FloatCodec, UniformCodec
 from holdfast.checkpoint.format.records import Field, Group, Rows, Table
-from holdfast.checkpoint.reading.loader import Decoder, RowLoader
+from holdfast.checkpoint.memory.digests import RowDigests
+from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.reading.loader import Decoder, RowLoader, compile_loops
+from holdfast.kernels import digests, ids
+from holdfast.kernels import rows as rows_kernels
 
 TABLES = (Table("a", 8, 0),)
 LIVE = Group((Field("weight", "F32", 2), Field("sum", "F32", 1)), TABLES)
@@ -46,8 +50,10 @@ class Live:
             for field, values in zip(fields, found.fields, strict=True):
                 field[found.ids] = values
 
+        self.tables = LiveTables([LIVE], lambda table: fields)
+        self.digests = RowDigests([LIVE])
         self.target: Decoder | RowLoader = (
-            Decoder(sink) if kind == "handed on" else RowLoader([LIVE], lambda table: fields)
+            Decoder(sink) if kind == "handed on" else RowLoader([LIVE], lambda table: fields, self.digests)
         )
 
     def load(self, group: Group, ids: list[int], weights: list[float], at: list[int] | None = None) -> None:
@@ -57,13 +63,21 @@ class Live:
     def values(self) -> list[float]:
         return [float(value) for value in self.weight[:, 0]]
 
+    def written_but_not_noted(self) -> list[int]:
+        """Rows that have been written and do not match their digests."""
+        found = np.zeros(1, np.uint64)
+        self.digests.find_changed(self.tables, 0, 0, 8, found)
+        return [row for row in range(8) if found[0] >> np.uint64(row) & np.uint64(1) and self.sum[row] != 99]
+
     def missing(self) -> dict[int, list[int]]:
         return {group: ids.tolist() for group, ids in self.target.missing_raw().items()}
 
 
 @pytest.fixture(params=["handed on", "live"])
-def live(request: pytest.FixtureRequest) -> Live:
-    return Live(request.param)
+def live(request: pytest.FixtureRequest) -> Iterator[Live]:
+    live = Live(request.param)
+    yield live
+    assert request.param == "handed on" or live.written_but_not_noted() == []
 
 
 @pytest.mark.parametrize("group", [LIVE, CODED])
@@ -132,6 +146,17 @@ def test_nothing_is_handed_on_where_there_is_nothing() -> None:
     live.load(LIVE, [1, 2], [3.0, 4.0], at=[])
     live.load(RAW, [2], [1e30])
     assert live.calls == []
+
+
+def test_the_loops_that_a_restore_needs_are_compiled() -> None:
+    compile_loops()
+    for loop in (
+        digests.fill_rows,
+        rows_kernels.scatter_rows,
+        ids.decode_gaps,
+        digests.digest_rows,
+    ):
+        assert loop.signatures
 
 
 def test_any_field_can_keep_a_row_raw() -> None:

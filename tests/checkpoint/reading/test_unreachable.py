@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,9 @@ def test_a_disk_that_is_gone_is_not(
         disk = BadDisk(bad, operation, code, lists=lists)
         disk.open_root(str(tmp_path / "store"), create=False)
         well, ckpt.store._files = ckpt.store._files, disk  # type: ignore[attr-defined]
-        with pytest.raises(hf.StoreError, match=os.strerror(code)):
-            ckpt.restore()
+        known = bad == "manifests/"  # since the store was opened
+        with nullcontext() if known else pytest.raises(hf.StoreError, match=os.strerror(code)):
+            assert ckpt.restore() == 5
         with pytest.raises(hf.StoreError, match=os.strerror(code)):
             verify_versions(ckpt.store)
         assert disk.fired

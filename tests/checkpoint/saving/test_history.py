@@ -403,6 +403,9 @@ def test_levels() -> None:
 
 
 def test_names_of_both_copies() -> None:
-    segment = Segment("segments/0000000007-0123456789ab.json.gz", 1, "", 1)
-    assert segment.names == (segment.name, "segments/0000000007-0123456789ab-copy.json.gz")
+    segment = Segment(7, "0123456789ab", 1, "", 1)
+    assert segment.names == (
+        "segments/0000000007-0123456789ab.json.gz",
+        "segments/0000000007-0123456789ab-copy.json.gz",
+    )
     assert all(manifests.is_written_name(name) for name in segment.names)

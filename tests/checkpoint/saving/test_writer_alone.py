@@ -77,6 +77,13 @@ class Run:
             reader.read_rows(RowLoader(self.groups, lambda table: (found.view(np.uint8),)))
         return found
 
+    def restore(self) -> bool:
+        """Restore the newest version; whether the writer goes on with it."""
+        with open_version(self.store) as reader:
+            digests = self.writer.begin_restore(reader.groups)
+            reader.read_rows(RowLoader(self.groups, lambda table: (self.weights.view(np.uint8),), digests))
+            return self.writer.resume(reader.version, digests)
+
     @property
     def versions(self) -> list[int]:
         return [v.version for v in read_newest(self.store).versions]
@@ -303,7 +310,7 @@ class TestFailures:
             assert [e["version"] for e in run.events.of("checkpoint_tidy_failed")] == [2]
             newest = run.writer.catalog.newest
             assert newest is not None
-            assert run.writer.resume(newest) is not damaged
+            assert run.writer.resume(newest, None) is not damaged
             run.change(2)
             run.save()
             assert run.writer.reports[-1].baseline is damaged
@@ -468,10 +475,7 @@ class TestResume:
     def resumed(self, folder: Path, **policy: Any) -> tuple[bool, bool]:
         """Whether a new process goes on with the newest version, and whether its first one is full."""
         with running(folder, **policy) as run:
-            newest = run.writer.catalog.newest
-            assert newest is not None
-            run.weights[:] = run.restored()
-            goes_on = run.writer.resume(newest)
+            goes_on = run.restore()
             run.change(3)
             run.save()
             assert np.array_equal(run.restored(), run.weights)
@@ -491,10 +495,7 @@ class TestResume:
     def test_a_differential_run_repeats_what_it_had_saved(self, tmp_path: Path) -> None:
         self.begin(tmp_path, strategy="differential")
         with running(tmp_path, strategy="differential") as run:
-            newest = run.writer.catalog.newest
-            assert newest is not None
-            run.weights[:] = run.restored()
-            assert run.writer.resume(newest)
+            assert run.restore()
             run.change(9)
             run.save()
             assert run.writer.reports[-1].rows == 3
@@ -512,14 +513,14 @@ class TestResume:
         with running(tmp_path, **after) as run:
             newest = run.writer.catalog.newest
             assert newest is not None
-            assert not run.writer.resume(newest)
+            assert not run.writer.resume(newest, None)
             run.save()
             assert run.writer.reports[-1].baseline
 
     def test_from_an_older_version(self, tmp_path: Path) -> None:
         self.begin(tmp_path, strategy="incremental")
         with running(tmp_path, strategy="incremental") as run:
-            assert not run.writer.resume(run.writer.catalog.manifest.versions[0])
+            assert not run.writer.resume(run.writer.catalog.manifest.versions[0], None)
 
     def test_after_later_versions_were_deleted(self, tmp_path: Path) -> None:
         self.begin(tmp_path, strategy="incremental")
@@ -528,13 +529,13 @@ class TestResume:
             newest = run.writer.catalog.newest
             assert newest is not None
             assert newest.version == 1
-            assert not run.writer.resume(newest)
+            assert not run.writer.resume(newest, None)
 
     def test_with_a_file_that_is_lost(self, tmp_path: Path) -> None:
         self.begin(tmp_path, strategy="differential")
         with running(tmp_path, strategy="differential") as run:
             newest = self.lose_increments(run, tmp_path)
-            assert not run.writer.resume(newest)
+            assert not run.writer.resume(newest, None)
             assert [e["version"] for e in run.events.of("checkpoint_damaged")] == [2]
             run.save()
             assert run.writer.reports[-1].baseline
@@ -544,7 +545,7 @@ class TestResume:
         self.begin(tmp_path, strategy="chunked")
         with running(tmp_path, strategy="chunked") as run:
             newest = self.lose_increments(run, tmp_path)
-            assert run.writer.resume(newest)
+            assert run.writer.resume(newest, None)
             with pytest.raises(SaveFailed, match="could not be rearranged"):
                 run.save()
             assert not run.writer.catalog.manifest.versions[-1].baseline
@@ -563,10 +564,7 @@ class TestResume:
         """Digests are learned: a change that nobody marks is seen from the first step on."""
         self.begin(tmp_path, strategy="incremental")
         with running(tmp_path, strategy="incremental") as run:
-            newest = run.writer.catalog.newest
-            assert newest is not None
-            run.weights[:] = run.restored()
-            assert run.writer.resume(newest)
+            assert run.restore()
             run.change(5, mark=False)
             (found,) = run.writer.check(["t"])
             assert (found.rows, found.verified) == (1, 2)

@@ -32,7 +32,7 @@ FOLDER = "segments/"
 _SUFFIX = ".json.gz"
 _COPY = "-copy"
 _STEM = rf"{FOLDER}[0-9]{{10}}-[0-9a-f]{{12}}"
-_NAME = re.compile(rf"{_STEM}\.json\.gz")
+_TAG = re.compile("[0-9a-f]{12}")
 NAME_PATTERN = rf"{_STEM}({_COPY})?\.json\.gz"
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -40,9 +40,12 @@ _LEVEL = 1  # what is repeated is found at once: higher levels take longer and g
 
 
 class Segment(Struct, frozen=True, array_like=True):
-    """What a manifest says of a segment."""
+    """What a manifest says of a segment. Short, since all manifests repeat it."""
 
-    name: str
+    manifest: int
+    """The first manifest that named it."""
+    tag: str
+    """What tells it from other segments that a writer may have written for that manifest."""
     bytes: int
     """As it is stored."""
     checksum: str
@@ -52,7 +55,12 @@ class Segment(Struct, frozen=True, array_like=True):
 
     def is_named_right(self) -> bool:
         """Whether its name is one that writers give."""
-        return _NAME.fullmatch(self.name) is not None
+        return 0 <= self.manifest < 10**10 and _TAG.fullmatch(self.tag) is not None
+
+    @property
+    def name(self) -> str:
+        """The object that holds it."""
+        return f"{FOLDER}{self.manifest:010}-{self.tag}{_SUFFIX}"
 
     @property
     def names(self) -> tuple[str, str]:
@@ -173,8 +181,7 @@ def pack(part: Part, number: int) -> tuple[Segment, bytes]:
     """A part as a segment: what manifest ``number`` will say of it, and its bytes."""
     body = msgspec.json.encode(part)
     data = gzip.compress(body, _LEVEL, mtime=0)
-    name = f"{FOLDER}{number:010}-{secrets.token_hex(6)}{_SUFFIX}"
-    return Segment(name, len(data), checksum(data), len(body)), data
+    return Segment(number, secrets.token_hex(6), len(data), checksum(data), len(body)), data
 
 
 def unpack(segment: Segment, data: bytes, where: str) -> Part:

@@ -28,8 +28,21 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.format.records import Bytes2D, Group, RowIds, Rows
 from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.kernels import openmp
 from holdfast.kernels.ids import mark_rows, unmark_rows
-from holdfast.kernels.side_log import FREE, NONE, PEAK, USED, lay_over, log_rows
+from holdfast.kernels.machine import LINE
+from holdfast.kernels.side_log import (
+    END,
+    FREE,
+    NONE,
+    PEAK,
+    SHARED_NUMBERS,
+    STATE_NUMBERS,
+    USED,
+    lay_over,
+    log_packed,
+    log_rows,
+)
 
 COPIED_BYTES = 16 << 20
 """Tables up to this size are copied at once instead: that takes a few milliseconds."""
@@ -39,6 +52,7 @@ OnRead = Callable[[int, Rows, NDArray[np.bool_]], None]
 _SLOT_BYTES = 16  # beside the record: its row, the next slot of its block, and its entry among the free ones
 _RANGE_ROWS = 1 << 16
 _POLL_SECONDS = 0.0005
+_ALL_THREADS_BYTES = 1 << 17  # rows of fewer bytes are copied to the side log by one thread
 
 
 def default_max_memory(tables_bytes: int) -> int:
@@ -106,7 +120,9 @@ class CopyOnWrite:
         self.unannounced: dict[str, str] = {}
         """Tables that have changed without ``about_to_change``, and how."""
         for table in list(self._places)[:1]:
-            self.about_to_change(table, np.empty(0, np.int64))  # compile the loop now, not in the next step
+            self.about_to_change(table, np.empty(0, np.int64))  # compile the loops now, not in the next step
+            if openmp.threads() > 1:
+                openmp.prepare(log_packed)
 
     def is_over(self) -> bool:
         """Whether rows may change freely: all are read, or nobody reads them any more."""
@@ -323,12 +339,15 @@ class _SideLog:
             mark_rows(self._pending, wanted, 0, group.rows)
         slots = max(1, min(count, max_bytes // (record + _SLOT_BYTES)))
         # Fresh memory is taken page by page, as slots are used.
-        self._slab = np.empty(slots * record, np.uint8)
+        space = np.empty(slots * record + LINE, np.uint8)
+        skipped = -space.ctypes.data % LINE
+        self._slab = space[skipped : skipped + slots * record]
         self._heads = np.full(-(-group.rows // self.block_rows), NONE, np.int32)
         self._nexts = np.empty(slots, np.int32)
         self._row_of = np.empty(slots, np.int64)
         self._free = np.empty(slots, np.int32)
-        self._state = np.zeros(3, np.int64)
+        self._taken = np.empty(0, np.int32)
+        self._state = np.zeros(STATE_NUMBERS, np.int64)
         self._limit = slots if slots < count else 0
         """How many rows fit; 0: all do."""
         self._is_freed = False
@@ -354,12 +373,27 @@ class _SideLog:
         """Add the pending rows of a table from ids[begin] on; the position of the first without a slot."""
         if self._is_freed:
             return len(ids)
-        return int(
-            log_rows(
-                addresses, self._row_bytes, first, rows, ids, begin, self._pending, self.block_rows,
-                self._heads, self._nexts, self._row_of, self._free, self._state, self._slab,
-            )
+        if len(self._taken) < len(ids):
+            self._taken = np.empty(len(ids), np.int32)
+        arrays = (
+            self._heads, self._nexts, self._row_of, self._free, self._state, self._slab, self._taken,
         )  # fmt: skip
+        many = (len(ids) - begin) * len(self._slab) >= _ALL_THREADS_BYTES * len(self._nexts)
+        if not many or openmp.threads() == 1 or ids.dtype != np.int64 or not ids.flags.c_contiguous:
+            stopped = log_rows(
+                addresses, self._row_bytes, first, rows, ids, begin, self._pending, self.block_rows, *arrays
+            )
+            return int(stopped)
+        shared = np.zeros(SHARED_NUMBERS, np.int64)
+        pointers = [
+            array.ctypes.data for array in (addresses, self._row_bytes, ids, self._pending, *arrays, shared)
+        ]
+        sizes = len(self._pending), len(self._heads), len(self._nexts)
+        numbers = np.array(
+            [len(addresses), first, rows, len(ids), begin, self.block_rows, *sizes, *pointers], np.int64
+        )
+        openmp.run_on_all(log_packed, numbers.ctypes.data)
+        return int(shared[END])
 
     def lay_over(self, block: int, ids: RowIds, copies: Sequence[Bytes2D]) -> NDArray[np.bool_]:
         """Complete the copy of a block's rows; they are no longer pending. Returns which were in the log."""
@@ -381,6 +415,7 @@ class _SideLog:
         """Give the memory back: no row is pending any more, or nobody reads them."""
         self._is_freed = True
         self._slab = np.empty(0, np.uint8)
+        self._taken = np.empty(0, np.int32)
         self._pending = np.empty(0, np.uint64)
         self._heads = self._nexts = self._free = np.empty(0, np.int32)
         self._row_of = np.empty(0, np.int64)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.format.records import Group, Rows, Table
+from holdfast.checkpoint.format.records import Bytes2D, Group, RowIds, Rows, Table
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.tracker import Tracker
 from holdfast.kernels.digests import UNKNOWN, digest_rows
@@ -28,6 +28,7 @@ LONGEST_CHECK_SECONDS = 0.02
 _FIRST_GUESS_BYTES_PER_SECOND = 1e9
 _SLICE_BYTES = 1 << 19
 _LARGEST_SLICE_ROWS = 4096
+_ALL = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,15 @@ class _Checked:
 class RowDigests:
     """The digests of some groups' rows, and when rows last matched them.
 
-    ``note`` is called by the thread that writes, everything else by the trainer's, and never while rows that
-    were taken have yet to be noted.
+    Digests are noted by the thread that writes, or by those that restore; everything else is called by the
+    trainer's, and never while rows that were taken have yet to be noted.
 
     Args:
         groups: as they are in memory.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = tuple(groups)
         self._digests = [np.zeros(group.rows, np.uint64) for group in groups]
         self._tables = {
             table.name: _Checked.of(table, number, group)
@@ -85,19 +87,22 @@ class RowDigests:
         self._bytes_per_second = _FIRST_GUESS_BYTES_PER_SECOND
         self._balance = 0.0
 
-    def learn(self, live: LiveTables, version: int) -> None:
-        """Compute the digests of all rows in memory. ``version`` is the last one that was taken."""
-        for group, digests in enumerate(self._digests):
-            digests[:] = 0
-            nothing = np.zeros((len(digests) + 63) // 64, np.uint64)
-            live.mark_changed(group, 0, len(digests), digests, nothing, mark_unknown=False)
-        self.verified(self._tables, version)
-
-    def note(self, group: int, rows: Rows) -> None:
-        """Record the digests of rows of a group that a version holds."""
+    def note(self, group: int, rows: Rows, positions: RowIds | None = None) -> None:
+        """Record the digests of rows of a group that a version holds, or of those at some positions."""
+        if positions is not None and not len(positions):
+            return
         addresses = np.array([[field.ctypes.data] for field in rows.fields], np.int64)
         row_bytes = np.array([field.shape[1] for field in rows.fields], np.int64)
-        digest_rows(addresses, row_bytes, rows.ids, self._digests[group])
+        some = _ALL if positions is None else positions
+        digest_rows(addresses, row_bytes, rows.ids, some, self._digests[group])
+
+    def fill(self, live: LiveTables, group: int, first: int, fields: Sequence[Bytes2D]) -> None:
+        """Write contiguous rows to memory, starting at the id ``first``, and record their digests."""
+        live.fill(group, first, fields, self._digests[group])
+
+    def note_live(self, live: LiveTables, group: int, ids: RowIds) -> None:
+        """The same for rows as they are in memory."""
+        live.digest(group, ids, self._digests[group])
 
     def note_unchanged(self, group: int, rows: Rows, unchanged: NDArray[np.bool_]) -> dict[str, int]:
         """The same, where some rows should be unchanged: in which tables they are not, and how many.
@@ -121,9 +126,9 @@ class RowDigests:
         """The last version that is known to miss no change of any row of a table."""
         return int(self._tables[table].verified.min())
 
-    def verified(self, tables: Iterable[str], version: int) -> None:
-        """Record that this version misses no change of these tables."""
-        for name in tables:
+    def verified(self, tables: Iterable[str] | None, version: int) -> None:
+        """Record that this version misses no change of these tables; None: of any."""
+        for name in self._tables if tables is None else tables:
             if name in self._tables:
                 self._tables[name].verified[:] = version
 
@@ -131,7 +136,7 @@ class RowDigests:
         self, live: LiveTables, group: int, begin: int, end: int, marked: NDArray[np.uint64]
     ) -> int:
         """Mark the rows that differ from their digests. Returns their number."""
-        return live.mark_changed(group, begin, end, self._digests[group], marked, mark_unknown=True)
+        return live.mark_changed(group, begin, end, self._digests[group], marked)
 
     def check_table(
         self, live: LiveTables, table: str, tracker: Tracker, version: int
@@ -190,9 +195,7 @@ class RowDigests:
         self, live: LiveTables, checked: _Checked, begin: int, end: int, tracker: Tracker, version: int
     ) -> UnseenChange | None:
         def find(group: int, first: int, behind: int, marked: NDArray[np.uint64]) -> int:
-            return live.mark_changed(
-                group, first + begin, first + end, self._digests[group], marked, mark_unknown=True
-            )
+            return live.mark_changed(group, first + begin, first + end, self._digests[group], marked)
 
         rows = tracker.find_changed(checked.table.name, find)
         slices = checked.verified[begin // checked.slice_rows : -(-end // checked.slice_rows)]

@@ -21,7 +21,6 @@ from holdfast.kernels.rows import (
     ALL,
     HELP,
     UNTIL_HELPED,
-    copy_past_caches,
     gather_packed,
     gather_rows,
     scatter_rows,
@@ -31,6 +30,7 @@ FieldsOf = Callable[[str], Sequence[Bytes2D]]
 """The live fields of a table, as bytes [rows, bytes], in the order of its group's fields."""
 
 _ALL = np.empty(0, np.int64)
+_NO_DIGESTS = np.empty(0, np.uint64)
 _CORES = os.cpu_count() or 1
 _HELP_BYTES = 1 << 20  # below this, waking a thread costs more than it gains
 
@@ -63,6 +63,7 @@ class LiveTables:
     def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
         self.groups = tuple(groups)
         self._firsts = [np.array([t.first for t in g.tables] + [g.rows], np.int64) for g in groups]
+        self._row_bytes = [np.array([f.live_bytes for f in g.fields], np.int64) for g in groups]
         # These references keep the memory alive: below, only addresses are used.
         self._live = [[tuple(fields_of(t.name)) for t in g.tables] for g in groups]
         self._addresses = [
@@ -91,18 +92,27 @@ class LiveTables:
                     return fields[number].view(np.float32)
         raise KeyError(table)
 
-    def fill(self, group: int, first: int, fields: Sequence[Bytes2D]) -> None:
-        """Write contiguous rows, starting at the id ``first``."""
+    def fill(
+        self,
+        group: int,
+        first: int,
+        fields: Sequence[Bytes2D],
+        digests: NDArray[np.uint64] | None = None,
+    ) -> None:
+        """Write contiguous rows, starting at the id ``first``, and their digests at their ids."""
+        self._check(group, np.array([first, first + len(fields[0]) - 1]))
         firsts = self._firsts[group]
+        row_bytes = self._row_bytes[group]
+        values = np.array([[field.ctypes.data] for field in fields], np.int64)
         at, end = first, first + len(fields[0])
         while at < end:
             table = int(firsts.searchsorted(at, "right")) - 1
             begin, behind = firsts[table : table + 2].tolist()
             stop = min(end, behind)
-            for live, values in zip(self._live[group][table], fields, strict=True):
-                copy_past_caches(
-                    live[at - begin : stop - begin].reshape(-1), values[at - first : stop - first].reshape(-1)
-                )
+            targets = self._addresses[group][:, table] + (at - begin) * row_bytes
+            sources = values + ((at - first) * row_bytes)[:, None]
+            noted = _NO_DIGESTS if digests is None else digests[at:stop]
+            digest_kernels.fill_rows(targets, sources, row_bytes, stop - at, noted)
             at = stop
 
     def addresses(self, group: int, table: int) -> NDArray[np.int64]:
@@ -140,32 +150,31 @@ class LiveTables:
         end: int,
         digests: NDArray[np.uint64],
         marked: NDArray[np.uint64],
-        *,
-        mark_unknown: bool,
     ) -> int:
-        """Mark rows from ``begin`` to ``end`` of a group that differ from their digests. Returns their
-        number.
-
-        Rows that are already marked are skipped. Rows with an unknown digest (0) are marked if
-        ``mark_unknown``, else their digest is computed.
+        """Mark rows from ``begin`` to ``end`` of a group that differ from their digests, or have none (0).
+        Returns their number. Rows that are already marked are skipped.
         """
         if not (0 <= begin <= end <= len(digests) == self._firsts[group][-1]):
             raise ValueError(f"rows {begin} to {end} of a group of {self._firsts[group][-1]}")
         addresses, firsts = self._addresses[group], self._firsts[group]
-        row_bytes = np.array([field.live_bytes for field in self.groups[group].fields], np.int64)
+        row_bytes = self._row_bytes[group]
         shared = np.zeros(2, np.int64)
-        unknown = digest_kernels.MARK_UNKNOWN if mark_unknown else digest_kernels.KEEP_UNKNOWN
         large = (end - begin) * int(row_bytes.sum()) >= _HELP_BYTES
         if large and _CORES > 1 and openmp.threads() > 1:
             arrays = addresses, firsts, row_bytes, digests, marked, shared
             pointers = [array.ctypes.data for array in arrays]
-            numbers = np.array([*addresses.shape, len(digests), begin, end, unknown, *pointers], np.int64)
+            numbers = np.array([*addresses.shape, len(digests), begin, end, *pointers], np.int64)
             openmp.run_on_all(digest_kernels.mark_packed, numbers.ctypes.data)
         else:
-            digest_kernels.mark_changed(
-                addresses, firsts, row_bytes, begin, end, digests, marked, unknown, shared
-            )
+            digest_kernels.mark_changed(addresses, firsts, row_bytes, begin, end, digests, marked, shared)
         return int(shared[1])
+
+    def digest(self, group: int, ids: RowIds, digests: NDArray[np.uint64]) -> None:
+        """Store the digests of some rows of a group (ascending ids) at their ids."""
+        if len(ids):
+            self._check(group, ids)
+            row_bytes = self._row_bytes[group]
+            digest_kernels.digest_live(self._addresses[group], self._firsts[group], row_bytes, ids, digests)
 
     def scatter(
         self,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
 from holdfast.checkpoint.codecs.quantize import Flags
 from holdfast.checkpoint.format.encoding import decode_rows
-from holdfast.checkpoint.format.records import Group, RowIds, Rows
+from holdfast.checkpoint.format.ids import decode_ids, encode_ids
+from holdfast.checkpoint.format.records import Bytes2D, Field, Group, RowIds, Rows, make_groups
+from holdfast.checkpoint.memory.digests import RowDigests
 from holdfast.checkpoint.memory.live import FieldsOf, LiveTables
 from holdfast.checkpoint.memory.tracker import RowSet
 
@@ -104,27 +107,59 @@ class RowLoader:
     Args:
         groups: as the version has them.
         fields_of: the live fields of a table, as bytes [rows, bytes], in the order of its group's fields.
+        digests: of these groups; gets the digests of the rows that are written.
     """
 
-    def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
-        self.tables = LiveTables(groups, fields_of)
+    def __init__(
+        self, groups: Sequence[Group], fields_of: FieldsOf, digests: RowDigests | None = None
+    ) -> None:
+        self._tables = LiveTables(groups, fields_of)
+        self._digests = digests
         self._raw = _RawRows()
 
     def __call__(self, group: int, rows: Rows) -> None:
         """Write rows of a group to their tables."""
-        self.tables.scatter(group, rows)
+        self._write(group, rows, None)
+
+    def fill(self, group: int, first: int, fields: Sequence[Bytes2D]) -> None:
+        """Write contiguous rows of a group, starting at the id ``first``."""
+        if self._digests is None:
+            self._tables.fill(group, first, fields)
+        else:
+            self._digests.fill(self._tables, group, first, fields)
 
     def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:
         """Write stored rows, of a stored group with this number, or those at some positions."""
         if group.raw_rows_of is not None:
             wanted = self._raw.wanted(group.raw_rows_of, rows, positions)
-            self.tables.scatter(group.raw_rows_of, rows, wanted)
+            self._write(group.raw_rows_of, rows, wanted)
         elif group.is_coded:
             self._raw.note(number, group, rows, positions)
-            self.tables.scatter(number, rows, positions, [field.codec for field in group.fields])
+            self._tables.scatter(number, rows, positions, [field.codec for field in group.fields])
+            if self._digests is not None:
+                written = rows.ids if positions is None else rows.ids[positions]
+                self._digests.note_live(self._tables, number, written)
         else:
-            self.tables.scatter(number, rows, positions)
+            self._write(number, rows, positions)
+
+    def _write(self, group: int, rows: Rows, positions: RowIds | None) -> None:
+        self._tables.scatter(group, rows, positions)
+        if self._digests is not None:
+            self._digests.note(group, rows, positions)
 
     def missing_raw(self) -> dict[int, RowIds]:
         """By group, rows that are kept raw and have not come, now that all have been written."""
         return self._raw.missing()
+
+
+@cache
+def compile_loops() -> None:
+    """Compile the loops that a restore runs, or load them; once in a process. A restore would wait for it."""
+    groups = make_groups([("table", 4, (Field("weight", "F32", 1),))])
+    weights = np.zeros((4, 4), np.uint8)
+    loader = RowLoader(groups, lambda table: [weights], RowDigests(groups))
+    ids = np.array([0, 2, 3], np.int64)
+    encoding, data = encode_ids(ids)
+    loader.fill(0, 0, [np.zeros((4, 4), np.uint8)])
+    decoded = decode_ids(encoding, data, len(data), 3, 0, 3, "these")
+    loader(0, Rows(decoded, (np.zeros((3, 4), np.uint8),)))

@@ -102,7 +102,7 @@ def _decoded_write(
     group = chosen.groups[piece.group]
     if piece.is_run and not group.is_coded and group.raw_rows_of is None:
         fields = chunk.decode_fields(piece, data, group.fields)
-        return partial(loader.tables.fill, piece.group, piece.first_id, fields)
+        return partial(loader.fill, piece.group, piece.first_id, fields)
     decoded = chunk.decode_piece(piece, data, group.fields, where)
     return partial(loader.load, group, piece.group, decoded.rows, chosen.positions(decoded))
 

@@ -149,6 +149,16 @@ class Catalog:
         """The current one, with all versions; ``newest``, ``era`` and ``versions_from`` take less time."""
         return self._current.manifest
 
+    def newest_manifest(self, complaints: list[str]) -> Manifest:
+        """The store's newest manifest that is whole: the current one, unless there are others by now.
+
+        What is wrong with newer ones is appended to ``complaints``; raises what ``manifest.read_newest``
+        raises.
+        """
+        if self._current.number and self._highest_taken() == self._current.number:
+            return self.manifest  # reading it takes the longer, the more versions there are
+        return manifests.read_newest(self.store, complaints)
+
     @property
     def _history(self) -> History:
         return self._current.history

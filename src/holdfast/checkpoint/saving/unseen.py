@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.format.records import Rows, SampledRows
+from holdfast.checkpoint.format.records import Group, Rows, SampledRows
 from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite, OnRead
 from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.memory.live import LiveTables
@@ -65,11 +65,20 @@ class UnseenChanges:
             self.digests_known = False
         self._tables, self._tracker = tables, tracker
 
-    def learn(self, version: int) -> None:
-        """All rows in memory are as in this version."""
-        if self._digests is not None:
-            self._digests.learn(self._tables, version)
-            self.digests_known = True
+    def begin_restore(self, groups: Sequence[Group]) -> RowDigests | None:
+        """All rows are about to be replaced by those of a version with these groups: where to note their
+        digests, if they are wanted."""
+        self.digests_known = False
+        if not self._keeps_digests:
+            return None
+        known = self._digests
+        return known if known is not None and known.groups == tuple(groups) else RowDigests(groups)
+
+    def note_restored(self, digests: RowDigests | None, version: int) -> None:
+        """All rows in memory are as in this version, and these are their digests."""
+        if digests is not None and digests.groups == self._tables.groups:
+            digests.verified(None, version)
+            self._digests, self.digests_known = digests, True
 
     # Looking for them
 

@@ -32,7 +32,7 @@ from holdfast.checkpoint.format.records import Group, SampledRows
 from holdfast.checkpoint.layout.bundles import Puts, ShardChange
 from holdfast.checkpoint.layout.shard import Shard
 from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite
-from holdfast.checkpoint.memory.digests import UnseenChange
+from holdfast.checkpoint.memory.digests import RowDigests, UnseenChange
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.priority import Priority, large_tables, make_priority
 from holdfast.checkpoint.memory.tracker import Tracker
@@ -250,6 +250,13 @@ class Writer:
         self._publisher.leave_era()
         self._unseen.digests_known = False
 
+    def begin_restore(self, groups: Sequence[Group]) -> RowDigests | None:
+        """All rows are about to be replaced by those of a version with these groups. Until ``resume``, the
+        next version is a baseline. What is returned is to get the rows' digests, if they are wanted.
+        """
+        self.begin_anew()
+        return self._unseen.begin_restore(groups)
+
     @property
     def last_version(self) -> int:
         """The number of the last version that was begun."""
@@ -289,9 +296,9 @@ class Writer:
         self._has_restored = True
         self._publisher.note_read(bytes_, seconds)
 
-    def resume(self, version: Version) -> bool:
-        """Continue from the store's newest version, which was just restored; False if the next one must be a
-        baseline."""
+    def resume(self, version: Version, digests: RowDigests | None) -> bool:
+        """Continue from the store's newest version, which was just restored, with these digests of its rows;
+        False if the next one must be a baseline."""
         self._restored = version.version
         newest = self.catalog.newest
         if newest is None or newest != version or isinstance(self.strategy, Full) or self._era_is_damaged:
@@ -314,7 +321,7 @@ class Writer:
             self.events.emit("checkpoint_damaged", version=version.version, error=str(error))
             self.begin_anew()
             return False
-        self._unseen.learn(self.last_version)
+        self._unseen.note_restored(digests, self.last_version)
         return True
 
     def _take_up(self, era: Era, version: Version) -> None:
