@@ -13,7 +13,7 @@ MUTANTS ?= 300
 SEED ?=
 ONLY ?=
 
-.PHONY: venv demo docs test lint bench soak mutants clean
+.PHONY: venv demo docs test lint bench soak lab mutants clean
 
 venv: $(VENV)/installed
 
@@ -44,6 +44,11 @@ bench: venv
 soak: venv
 	$(BIN)/holdfast chaos --simulated $(SCHEDULES)
 	$(PYTEST) -m soak -o faulthandler_timeout=3600
+
+# Whole machines are lost, in a lab of hosts on this one: every scenario, and five minutes of what a seed decides.
+lab: venv
+	$(BIN)/python -m pytest -m '' tests/lab
+	$(BIN)/holdfast chaos --engine ray --hosts 5 --minutes 5 $(if $(SEED),--seed $(SEED))
 
 mutants: venv
 	$(BIN)/python -m tests.mutants --mutants $(MUTANTS) $(if $(SEED),--seed $(SEED)) --only '$(ONLY)'

@@ -162,6 +162,10 @@ def test_servers_with_other_bits_are_found(checker: Checker) -> None:
         ({"workers": 0}, "0 workers"),
         ({"servers": 0}, "0 servers"),
         ({"servers": 65}, "65 servers"),
+        ({"engine": "slurm"}, "engine is 'slurm'"),
+        ({"engine": "ray", "hosts": 3}, "3 hosts: expected 4 to"),
+        ({"engine": "ray", "servers": 5}, "use at most 4 servers"),
+        ({"engine": "ray", "servers": 3, "beyond": True}, "beyond is for engine=local"),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ from holdfast.coding.machines import (
     check_spread,
     fewest_machines,
     most_on_one,
+    next_move,
     spread,
     survives,
 )
@@ -157,3 +158,34 @@ def test_a_server_moves_to_where_most_redundancy_is_left(
 def test_of_two_that_are_as_safe_the_less_loaded_one() -> None:
     assert best_machine(Placement(6, 2, 1), [0, 1, 2, None, 1, 2], 3, [0, 3]) == 3
     assert best_machine(Placement(6, 2, 1), [0, 1, 2, None, 1, 2], 3, [1, 0]) == 0
+
+
+@settings(deadline=None)
+@given(codes(), st.integers(2, 8), st.data())
+def test_servers_move_until_the_code_covers_any_machine_again(
+    placement: Placement, machines: int, data: st.DataObject
+) -> None:
+    """When a lost machine is back. Each move leaves less uncovered, so there is an end."""
+    found = spread(placement, machines)
+    if found is None:
+        return
+    lost = data.draw(st.integers(0, machines - 1))
+    others = [machine for machine in range(machines) if machine != lost]
+    at = list(found)
+    for server in [server for server, machine in enumerate(found) if machine == lost]:
+        at[server] = best_machine(placement, at, server, others)
+    moves = 0
+    while (move := next_move(placement, at, found, range(machines))) is not None:
+        server, machine = move
+        at[server] = machine
+        moves += 1
+    assert moves <= found.count(lost)
+    assert survives(placement, at)
+
+
+def test_moves_help() -> None:
+    three, four = Placement(3, 2, 1), Placement(4, 2, 1)
+    assert next_move(three, [0, 1, 2], [0, 1, 2], [0, 1, 2, 3]) is None, "nothing is wrong"
+    assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2]) is None, "no machine is left for it"
+    assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 3]) == (3, 3)
+    assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 4]) == (2, 4), "a spare machine"

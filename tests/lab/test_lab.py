@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.chaos.machines import run_on_machines
+from holdfast.chaos.run import ChaosOptions
 from holdfast.testing.lab import enclosed, unavailable
 from tests.lab.scenarios import SCENARIOS
 
@@ -17,6 +19,17 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "user_killed")
+
+
+@pytest.mark.soak
+def test_chaos(tmp_path: Path) -> None:
+    """What a seed decides happens to machines, for a minute."""
+    said: list[str] = []
+    options = ChaosOptions(seed=5, minutes=1.0, run=str(tmp_path / "run"), engine="ray")
+    result = run_on_machines(options, said.append)
+    assert result.good, result.problems
+    assert result.updates_checked > 1000
+    assert len(said) == result.faults.total()
 
 
 @pytest.mark.parametrize(

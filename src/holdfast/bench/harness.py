@@ -30,6 +30,7 @@ BENCHES = {
     "coding": "updates of parities: GB/s compared with memcpy; drift of parities that are sums of floats",
     "job": "parameter servers and workers against a plain PyTorch loop: samples/s, processor time, bytes",
     "kernels": "vector and OpenMP kernels against their plain fallbacks: rows/s of codecs, stall of a save",
+    "machines": "a job on Ray in a lab of five hosts: samples/s, seconds lost with a machine",
     "overhead": "erasure codes, copies and checkpoints against no protection: time, memory, load",
     "partial": "partial recovery with emulated failures: overhead, AUC lost, cost of tracking",
     "quantize": "row codecs against those of torch and fbgemm and against k-means: loss, rows/s, bytes",

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -32,6 +33,7 @@ LANES = LaneOptions(chunk_rows=128, scrub_seconds=1.0)
 """Recovery takes a second or two, so that something can happen meanwhile."""
 SAVE_SECONDS = 5.0
 PACE_SECONDS = 0.004
+MOST_HOSTS = 50
 _BATCHES = 1 << 40
 _SEEDS_APART = 1_000_003
 _MOST_SEED = 2**62
@@ -51,6 +53,9 @@ class ChaosOptions:
         dense: who has copies of the network, "replicate" (servers) or "workers".
         beyond: whether more servers may be taken at once than the code covers.
         run: the run's folder; by default a new one under ``runs/``.
+        engine: "local" for processes of this machine; "ray" for a lab of several hosts, to whose machines
+            things happen.
+        hosts: of the lab, the first of which is spared: it has Ray's head and the job's controller.
     """
 
     seed: int = 0
@@ -62,6 +67,8 @@ class ChaosOptions:
     dense: str = "replicate"
     beyond: bool = False
     run: str | None = None
+    engine: Literal["local", "ray"] = "local"
+    hosts: int = 5
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= _MOST_SEED:
@@ -71,6 +78,17 @@ class ChaosOptions:
         for name, count in (("servers", self.servers), ("workers", self.workers)):
             if not 1 <= count <= MOST_SLOTS:
                 raise ConfigError(f"there are {count} {name}: expected 1 to {MOST_SLOTS}")
+        if self.engine not in ("local", "ray"):
+            raise ConfigError(f"engine is {self.engine!r}: expected local or ray")
+        if self.engine == "ray" and not 4 <= self.hosts <= MOST_HOSTS:
+            raise ConfigError(f"there are {self.hosts} hosts: expected 4 to {MOST_HOSTS}")
+        if self.engine == "ray" and self.servers > self.hosts - 1:
+            raise ConfigError(
+                f"{self.servers} servers on {self.hosts} hosts, of which one has Ray's head: use at most "
+                f"{self.hosts - 1} servers, so that each has a machine of its own"
+            )
+        if self.engine == "ray" and self.beyond:
+            raise ConfigError("beyond is for engine=local: a lab loses one machine at a time")
         if self.dense not in ("replicate", "workers"):
             raise ConfigError(f"dense is {self.dense!r}: expected replicate or workers")
         code = self.code
@@ -134,6 +152,8 @@ class ChaosResult:
     """Parities that servers compared with their members, again and again."""
     lost: int = 0
     wrong: int = 0
+    machine_losses: int = 0
+    """Machines that lost their memory."""
     hangs: int = 0
     orphans: int = 0
     data_losses: int = 0

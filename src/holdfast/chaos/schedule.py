@@ -7,7 +7,7 @@ same seed gives the same faults in the same order, but not at the same step.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -126,7 +126,7 @@ def server_faults(seed: int, shape: Shape) -> Iterator[Fault]:
     kinds |= TWO_KINDS if shape.r >= 2 else {}
     kinds |= BEYOND_KINDS if shape.beyond else {}
     dice = random.Random(f"servers {seed}")
-    for kind in _draw(dice, kinds):
+    for kind in draw(dice, kinds):
         slot = dice.randrange(shape.servers)
         gap = _gap(dice, SERVER_GAP_SECONDS)
         fault = Fault(kind, gap, (slot,), dice.randrange(shape.workers))
@@ -136,7 +136,7 @@ def server_faults(seed: int, shape: Shape) -> Iterator[Fault]:
 def other_faults(seed: int, shape: Shape) -> Iterator[Fault]:
     """An endless sequence of faults that take down no server."""
     dice = random.Random(f"others {seed}")
-    for kind in _draw(dice, OTHER_KINDS):
+    for kind in draw(dice, OTHER_KINDS):
         gap = _gap(dice, OTHER_GAP_SECONDS)
         fault = Fault(kind, gap, (dice.randrange(shape.servers),), dice.randrange(shape.workers))
         yield _with_details(dice, fault, shape)
@@ -152,8 +152,9 @@ def points_of_pushes(seed: int, shape: Shape, worker: int, *, atomic: bool) -> I
         yield f"kill@{point}:*:{count}"
 
 
-def _draw(dice: random.Random, kinds: dict[str, int]) -> Iterator[str]:
-    """All kinds in turn before any comes too often: short runs are to see many of them."""
+def draw(dice: random.Random, kinds: Mapping[str, int]) -> Iterator[str]:
+    """An endless sequence of kinds, by their weights; all in turn before any comes too often: short runs are
+    to see many of them."""
     while True:
         pack = [kind for kind, weight in kinds.items() for _ in range(weight)]
         dice.shuffle(pack)

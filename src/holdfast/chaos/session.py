@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from holdfast.bench.harness import Report, check_json_path
+from holdfast.chaos.machines import DESCRIPTIONS as MACHINE_DESCRIPTIONS
+from holdfast.chaos.machines import run_on_machines
 from holdfast.chaos.run import ChaosOptions, ChaosProgress, ChaosResult, run_chaos
 from holdfast.chaos.schedule import DESCRIPTIONS
 from holdfast.chaos.simulated import SimulatedResult, run_simulated
@@ -38,30 +41,15 @@ def run(options: ChaosOptions, json_path: Path | None, console: Console) -> Chao
         f"{', the network copied by workers' if options.dense == 'workers' else ''}",
         highlight=False,
     )
-    with _shown(console) as show:
-        result = run_chaos(options, show)
-    report = Report("chaos", False, console, json_path=json_path)
-    report.settings = {
-        name: getattr(options, name)
-        for name in ("seed", "minutes", "servers", "workers", "protect", "atomic", "dense", "beyond")
-    }
-    report.figure("faults", result.faults.total())
-    for kind, count in sorted(result.faults.items()):
-        report.figure(f"faults.{kind}", count, DESCRIPTIONS.get(kind, ""))
-    report.figure("recoveries", result.recoveries, "servers that took over and brought all rows back")
-    report.figure("workers_replaced", result.workers_replaced)
-    report.figure("supervisors_restarted", result.supervisors_restarted)
-    report.figure("batches", result.batches, "each once, in all servers")
-    report.figure("acknowledged", result.acknowledged, "of them workers were told so")
-    report.figure("updates_checked", result.updates_checked, "of rows, against a twin, to the bit")
-    report.figure("versions_checked", result.versions_checked, "checkpoints restored and compared")
-    report.figure("stripes_checked", result.stripes_checked, "parities against their members")
-    report.figure("data_losses", result.data_losses, "announced, of what no copy was left of")
-    for name in ("lost", "wrong", "hangs", "orphans"):
-        report.figure(name, getattr(result, name))
-    report.figure("seconds", result.seconds)
-    report.raw["problems"] = result.problems
-    report.save()
+    if options.engine == "ray":
+        console.print(f"a lab of {options.hosts} hosts, with Ray", highlight=False)
+        result = run_on_machines(
+            options, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+        )
+    else:
+        with _shown(console) as show:
+            result = run_chaos(options, show)
+    _report(options, result, Report("chaos", False, console, json_path=json_path))
     for problem in result.problems:
         console.print(f"[red]problem:[/] {problem}", highlight=False, soft_wrap=True)
     done = (
@@ -71,6 +59,32 @@ def run(options: ChaosOptions, json_path: Path | None, console: Console) -> Chao
     console.print(f"{done}: {verdict(result)}", highlight=False, soft_wrap=True)
     console.print(f"events and logs: {result.folder}", highlight=False, soft_wrap=True)
     return result
+
+
+def _report(options: ChaosOptions, result: ChaosResult, report: Report) -> None:
+    """Print all figures, and write them to the report's file."""
+    report.settings = asdict(options)
+    del report.settings["run"]
+    report.figure("faults", result.faults.total())
+    for kind, count in sorted(result.faults.items()):
+        report.figure(f"faults.{kind}", count, (DESCRIPTIONS | MACHINE_DESCRIPTIONS).get(kind, ""))
+    if options.engine == "ray":
+        report.figure("machine_losses", result.machine_losses, "with all that they had in memory")
+    report.figure("recoveries", result.recoveries, "servers that took over and brought all rows back")
+    report.figure("workers_replaced", result.workers_replaced)
+    report.figure("supervisors_restarted", result.supervisors_restarted)
+    report.figure("batches", result.batches, "each once, in all servers")
+    if options.engine == "local":  # nobody collects on other machines what workers were told
+        report.figure("acknowledged", result.acknowledged, "of them workers were told so")
+    report.figure("updates_checked", result.updates_checked, "of rows, against a twin, to the bit")
+    report.figure("versions_checked", result.versions_checked, "checkpoints restored and compared")
+    report.figure("stripes_checked", result.stripes_checked, "parities against their members")
+    report.figure("data_losses", result.data_losses, "announced, of what no copy was left of")
+    for name in ("lost", "wrong", "hangs", "orphans"):
+        report.figure(name, getattr(result, name))
+    report.figure("seconds", result.seconds)
+    report.raw["problems"] = result.problems
+    report.save()
 
 
 def run_on_virtual_time(seed: int, count: int, json_path: Path | None, console: Console) -> SimulatedResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -17,7 +17,10 @@ from holdfast.screen import RunConsole, say
 def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
     minutes: Annotated[float, typer.Option(help="Duration of the faults.")] = 1.0,
-    servers: Annotated[int, typer.Option(help="Processes that hold rows.")] = 4,
+    servers: Annotated[
+        int | None,
+        typer.Option(help="Processes that hold rows. Default: 4; with --engine ray one less than hosts."),
+    ] = None,
     workers: Annotated[int, typer.Option(help="Processes that compute.")] = 2,
     protect: Annotated[
         str,
@@ -50,6 +53,14 @@ def chaos(
             "decide their shapes and faults.",
         ),
     ] = None,
+    engine: Annotated[
+        Literal["local", "ray"],
+        typer.Option(
+            help="[bold]local[/]: processes of this machine. [bold]ray[/]: a lab of several hosts on this "
+            "machine, whose machines are switched off, cut off and suspended.",
+        ),
+    ] = "local",
+    hosts: Annotated[int, typer.Option(help="Hosts of the lab, for --engine ray.")] = 5,
     run: Annotated[str | None, typer.Option(help="The run's folder. Default: a new one under runs/.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures by name to this JSON file.")] = None,
 ) -> None:
@@ -60,7 +71,11 @@ def chaos(
     from holdfast.chaos import session  # noqa: PLC0415
     from holdfast.chaos.run import ChaosOptions  # noqa: PLC0415
 
-    options = ChaosOptions(seed, minutes, servers, workers, protect, atomic, dense, beyond, run)
+    if servers is None:
+        servers = hosts - 1 if engine == "ray" else 4
+    options = ChaosOptions(
+        seed, minutes, servers, workers, protect, atomic, dense, beyond, run, engine=engine, hosts=hosts
+    )
     try:
         if simulated is None:
             good = session.run(options, json, Console()).good

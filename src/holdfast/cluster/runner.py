@@ -20,6 +20,7 @@ import msgspec
 from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
+    Board,
     Exit,
     Happening,
     LauncherBeat,
@@ -51,6 +52,8 @@ _START_SECONDS = 60.0
 _MOST_SUPERVISORS = 10
 _LAST_WORDS_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
+_CALM_SECONDS = 3.0
+"""A server is moved only after so long in which nothing was lacking."""
 _SPARE_AFTER_SECONDS = 5.0
 """Before that, starting processes need the processors, and a short job would be over."""
 
@@ -190,6 +193,11 @@ class Launcher:
             self._template = msgspec.structs.replace(self._template, supervisor=supervisor)
             self._engine.announce(supervisor)
 
+    def note_vaults(self, vaults: Board) -> None:
+        """Note where the supervisor's state lies."""
+        if vaults:
+            self._template = msgspec.structs.replace(self._template, vaults=vaults)
+
     def kill(self, role: Role, slot: int) -> None:
         """Send SIGKILL to the process in a slot."""
         peer = self._current.get((role, slot))
@@ -235,6 +243,10 @@ class Runner:
     """Servers that died, including in the runs that this one resumes."""
     saves: SaveLedger = field(default_factory=SaveLedger)
     """Checkpoints that could not be saved, including in the runs that this one resumes."""
+    _is_spread: bool | None = None
+    _calm_since: float = 0.0
+    _state: bytes = b""
+    """The supervisor's state file, as it was read last."""
 
     def run(
         self,
@@ -263,9 +275,9 @@ class Runner:
         stop_requested: Callable[[], bool],
         hold_requested: Callable[[], bool],
     ) -> JobResult:
-        vaults = self.engine.vaults
-        keys = JobKeys(self.plan.servers, self.plan.workers, vaults) if self.bind != LOCAL else None
-        of_vaults = [keys.of(Peer("vault", slot)) for slot in range(vaults)] if keys is not None else []
+        most = self.engine.most_vaults
+        keys = JobKeys(self.plan.servers, self.plan.workers, most) if self.bind != LOCAL else None
+        of_vaults = [keys.of(Peer("vault", slot)) for slot in range(most)] if keys is not None else []
         template = Assignment(
             vaults=self.engine.open_vaults(self.plan.job, of_vaults),
             me=Peer("supervisor"),
@@ -332,11 +344,12 @@ class Runner:
             status = launcher.status
             if status is not None and status is not seen:
                 seen = status
+                self._mend(status, launcher)
                 clock.note(status)
                 self.failures.note(status.happened)
                 self.saves.note(status)
                 speeds.note(status.samples, degraded=status.degraded and bool(self.failures()))
-                on_status(self._with_happenings(status))
+                on_status(self._with_what_it_knows(status))
                 self._kill(kills, status, launcher)
                 if status.failure is not None:
                     raise self._error(status)
@@ -362,12 +375,36 @@ class Runner:
         launcher.silences.clear()
 
     def _find_supervisor(self, launcher: Launcher, transport: ZmqTransport) -> None:
-        """After a supervisor was restarted on another machine, tell everybody where it is."""
-        state = self.engine.read(STATE_FILE) if launcher.awaits_supervisor else None
-        if state is not None:
-            endpoint = msgspec.json.decode(state, type=Durable).endpoint
-            transport.connect("supervisor", 0, endpoint)
-            launcher.follow(endpoint)
+        """After a supervisor was restarted on another machine, tell everybody where it is. Note where its
+        state lies, for the next one."""
+        state = self.engine.read(STATE_FILE) if self.engine.most_vaults else None
+        if state is None or (state == self._state and not launcher.awaits_supervisor):
+            return
+        self._state = state
+        known = msgspec.json.decode(state, type=Durable)
+        launcher.note_vaults(known.vaults)
+        if launcher.awaits_supervisor:
+            transport.connect("supervisor", 0, known.endpoint)
+            launcher.follow(known.endpoint)
+
+    def _mend(self, status: Status, launcher: Launcher) -> None:
+        """Say whether the code covers the loss of a machine. After a loss, when there are machines enough
+        again, move one server after the other, each time that all rows and parities are there."""
+        is_spread = self.engine.is_spread()
+        if is_spread is not None and is_spread != self._is_spread:
+            if self._is_spread is not None:
+                self.say("spread_restored" if is_spread else "spread_lost")
+            self._is_spread = is_spread
+        now = time.monotonic()
+        if status.degraded or status.phase != "running" or is_spread is not False:
+            self._calm_since = now
+        elif now > self._calm_since + _CALM_SECONDS:
+            self._calm_since = now  # with many servers, looking for a move takes a while
+            server = self.engine.misplaced()
+            if server is not None:
+                machine = self.engine.machine(server)
+                self.say("server_moved", slot=server.slot, machine=machine, step=status.steps)
+                launcher.kill("server", server.slot)
 
     def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:
         """Execute the kills that are due, and remove them from the list."""
@@ -387,9 +424,11 @@ class Runner:
         self.events.emit(event, **figures)
         self.happened.append(Happening(time.time(), event, figures))
 
-    def _with_happenings(self, status: Status) -> Status:
+    def _with_what_it_knows(self, status: Status) -> Status:
+        """A report with this process's own events, and with the machines of nodes."""
         happened = sorted([*status.happened, *self.happened], key=lambda happening: happening.at)
-        return msgspec.structs.replace(status, happened=tuple(happened))
+        nodes = [msgspec.structs.replace(n, machine=self.engine.machine(n.peer)) for n in status.nodes]
+        return msgspec.structs.replace(status, happened=tuple(happened), nodes=tuple(nodes))
 
     def _result(
         self, status: Status, clock: TrainingClock, interrupted: bool, kills: tuple[Kill, ...], records: str

@@ -91,6 +91,38 @@ def best_machine(
     return min(usable, key=cost)
 
 
+def next_move(
+    placement: Placement, machine_of: Sequence[int], home: Sequence[int], usable: Sequence[int]
+) -> tuple[int, int] | None:
+    """A server to start anew, and on which machine, such that the code covers the loss of more machines; None
+    if it covers that of any, or no move helps.
+
+    Where servers are not at home, they go there, one after the other, if their home is usable: a few moves
+    may help only together, and when all are at home, the code covers everything.
+    """
+    now = _uncovered(placement, machine_of)
+    if not now:
+        return None
+
+    def left(move: tuple[int, int]) -> int:
+        server, machine = move
+        return _uncovered(placement, [machine if s == server else at for s, at in enumerate(machine_of)])
+
+    servers = range(placement.servers)
+    back = [(s, home[s]) for s in servers if machine_of[s] != home[s] and home[s] in usable]
+    if back:
+        return min(back, key=left)
+    best = min(((s, machine) for s in servers for machine in usable), key=left)
+    return best if left(best) < now else None
+
+
+def _uncovered(placement: Placement, machine_of: Sequence[int]) -> int:
+    """Records that the loss of one machine would take beyond what the code covers: over all windows, and all
+    machines."""
+    counts = (count for window in _windows(placement, machine_of) for count in Counter(window).values())
+    return sum(max(0, count - placement.r) for count in counts)
+
+
 def _with_servers(placement: Placement, servers: int) -> Placement:
     if placement.groups == 1:
         return Placement(servers, placement.k, placement.r)

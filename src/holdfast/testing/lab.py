@@ -10,6 +10,7 @@ kernel allows user namespaces.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 
 _INSIDE = "HOLDFAST_LAB"
 _NETWORK = "10.77.0"
@@ -47,6 +48,13 @@ def unavailable() -> str:
     return "" if tried.returncode == 0 else f"this system allows no namespaces: {tried.stderr.strip()}"
 
 
+def check_available() -> None:
+    """Raise ConfigError if there can be no lab on this machine."""
+    why_not = unavailable()
+    if why_not:
+        raise ConfigError(f"there can be no lab on this machine: {why_not}")
+
+
 def enclosed(command: Sequence[str]) -> list[str]:
     """The command line that runs a command in a new lab."""
     return [*_enclosure(), sys.executable, "-m", "holdfast.testing.lab", *command]
@@ -68,6 +76,7 @@ class Host:
         self._folder = folder / f"host{number}"
         self._folder.mkdir()
         self._first: subprocess.Popen[str] | None = None
+        self._started: list[subprocess.Popen[Any]] = []
         self._pid = 0
 
     def start(self) -> None:
@@ -81,8 +90,7 @@ class Host:
         assert self._first.stdout is not None
         if self._first.stdout.readline() != "ready\n":
             raise HoldfastError(f"host {self.number} of the lab did not start")
-        children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text()
-        self._pid = int(children.split()[0])
+        (self._pid,) = _children(self._first.pid)
 
     def command(self, command: Sequence[str]) -> list[str]:
         """The command line that runs a command on this host."""
@@ -92,7 +100,9 @@ class Host:
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any
     ) -> subprocess.Popen[Any]:
         """Start a command on this host."""
-        return subprocess.Popen(self.command(command), env=self._environment(env), **more)
+        started = subprocess.Popen(self.command(command), env=self._environment(env), **more)
+        self._started.append(started)
+        return started
 
     def run(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **more: Any
@@ -111,27 +121,49 @@ class Host:
         """Mend its cable."""
         _ip("link", "set", f"v{self.number}", "up")
 
-    def delay(self, milliseconds: float) -> None:
-        """Delay everything that it sends; 0: no longer."""
-        _run(
-            "ip",
-            "netns",
-            "exec",
-            f"h{self.number}",
-            "tc",
-            "qdisc",
-            *(
-                ["replace", "dev", "eth0", "root", "netem", "delay", f"{milliseconds}ms"]
-                if milliseconds
-                else ["del", "dev", "eth0", "root"]
-            ),
-        )
+    def pids(self) -> list[int]:
+        """Its processes but the first, as this process numbers them."""
+        if not self.is_on():
+            return []
+        mine = os.readlink(f"/proc/{self._pid}/ns/pid")
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(path / "ns/pid") == mine and int(path.name) != self._pid:
+                    found.append(int(path.name))
+        return found
+
+    def find(self, text: str) -> list[int]:
+        """Those of its processes whose command line contains a text."""
+        return [pid for pid in self.pids() if text in command_line(pid)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of its processes but the first: SIGSTOP makes it stand still."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if number == signal.SIGCONT:
+            self._wake_commands()
+
+    def kill(self, started: subprocess.Popen[Any]) -> None:
+        """Kill -9 what ``popen`` has started."""
+        for pid in _children(started.pid):  # nsenter waits for it, and would leave it behind
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        started.wait()
 
     def crash(self) -> None:
         """End all of its processes at once. The kernel closes their connections, so that others notice."""
         assert self._first is not None
         os.kill(self._pid, signal.SIGKILL)
+        self._wake_commands()
         self._first.wait()
+
+    def _wake_commands(self) -> None:
+        """nsenter stops itself when its command is stopped. It would reap nothing, and the host never end."""
+        self._started = [started for started in self._started if started.poll() is None]
+        for started in self._started:
+            started.send_signal(signal.SIGCONT)
 
     def power_off(self) -> None:
         """End all of its processes, and nobody is told."""
@@ -192,6 +224,21 @@ class Lab:
         return self.hosts[number]
 
 
+def command_line(pid: int) -> str:
+    """The command line of a process, or the title that it has given itself; "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def _ip(*arguments: str) -> None:
     _run("ip", *arguments)
 
@@ -206,6 +253,7 @@ def main() -> None:
     """Run the command of the arguments as the first program of a new lab."""
     os.environ[_INSIDE] = "1"
     program = subprocess.Popen(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what becomes of the lab
     # As process 1 of the lab, reap everything.
     while program.returncode is None:
         pid, status = os.wait()

@@ -13,6 +13,7 @@ from holdfast.cluster.protocol.admission import Admission
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
     AskKept,
+    Board,
     CanResend,
     Claim,
     Claimed,
@@ -97,12 +98,18 @@ def test_no_message_ends_a_node_for_longer(shape: dict[str, Any], seed: int) -> 
 class NoEngine:
     """Starts nothing."""
 
-    vaults = 0
+    most_vaults = 0
 
     def __init__(self) -> None:
         self.started: list[Peer] = []
 
-    def open_vaults(self, job: str, keys: Sequence[Keys]) -> tuple[str, ...]:
+    def is_spread(self) -> bool | None:
+        return None
+
+    def misplaced(self) -> Peer | None:
+        return None
+
+    def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
         return ()
 
     def warm(self, role: str, slot: int | None = None) -> None:

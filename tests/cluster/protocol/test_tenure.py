@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.cluster.protocol.envelope import Envelope
-from holdfast.cluster.protocol.messages import Ballot, Claim, Claimed, Deposit, Peer
+from holdfast.cluster.protocol.messages import Ballot, Board, Claim, Claimed, Deposit, Peer, VaultAt
 from holdfast.cluster.protocol.tenure import Tenure
 from holdfast.cluster.protocol.vault import Vault
 
@@ -33,10 +33,13 @@ class Holder:
 
 @dataclass
 class World:
-    """Vaults, holders and a network, on virtual time. Machine i has vault i."""
+    """Vaults, holders and a network, on virtual time. A machine has one vault at a time; a machine that comes
+    back has a new one, of which the newest holder hears sooner or later."""
 
     seed: int
     machines: int = 5
+    kind: type[Vault] = Vault
+    tenure: type[Tenure] = Tenure
     now: float = 0.0
     messages: list[tuple[float, int, Envelope, int]] = field(default_factory=list)
     acted: int = 0
@@ -44,21 +47,40 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.vaults = {Peer("vault", i): Vault(Peer("vault", i), LEASE) for i in range(self.machines)}
-        self.dead: set[int] = set()
-        self.cut: dict[int, float] = {}
+        self.vaults: dict[int, Vault] = {}
+        self.home: list[int] = []
+        """The machine of each vault that there ever was."""
+        self.at: dict[int, VaultAt] = {}
+        """The vault of each machine that is not dead."""
+        self.lost: set[int] = set()
+        """Machines that were given up. Some of them live on, and so do their vaults."""
+        for machine in range(self.machines):
+            self.open_vault(machine)
+        self.board = tuple(self.at.values())
+        """Where a new holder begins, as far as the launcher knows."""
+        self.boards: list[Board] = [self.board]
+        """All that were ever wanted."""
+        self.replaced = 0
+        self.side: dict[int, int] = {}
+        """Machines that do not reach those on other sides."""
         self.holders: list[Holder] = []
         self.count = 0
         self.confirmed = 0
 
+    def open_vault(self, machine: int) -> None:
+        slot = len(self.home)
+        self.home.append(machine)
+        self.vaults[slot] = self.kind(Peer("vault", slot), LEASE)
+        self.at[machine] = VaultAt(slot, f"machine {machine}")
+
     def add_holder(self) -> None:
-        machine = self.random.choice([i for i in range(self.machines) if i not in self.dead])
+        machine = self.random.choice([i for i in range(self.machines) if i not in self.lost])
         number = len(self.holders) + 1
-        tenure = Tenure(ME, tuple(self.vaults), self.random.getrandbits(40), LEASE)
+        tenure = self.tenure(ME, self.board, self.random.getrandbits(40), LEASE)
         self.holders.append(Holder(number, tenure, machine))
 
     def reachable(self, a: int, b: int) -> bool:
-        return a == b or all(self.cut.get(i, 0.0) <= self.now for i in (a, b))
+        return a == b or self.side.get(a, 0) == self.side.get(b, 0)
 
     def send(self, envelope: Envelope, a: int, b: int, holder: int) -> None:
         if not self.reachable(a, b):
@@ -77,15 +99,16 @@ class World:
         while self.messages and self.messages[0][0] <= self.now:
             _, _, envelope, number = heapq.heappop(self.messages)
             holder = self.holders[number - 1]
-            vault = envelope.target if envelope.target.role == "vault" else envelope.source
-            if vault.slot in self.dead or not self.reachable(vault.slot, holder.machine):
+            slot = envelope.target.slot if envelope.target.role == "vault" else envelope.source.slot
+            home = self.home[slot]
+            if slot not in self.vaults or not self.reachable(home, holder.machine):
                 continue
             if envelope.target.role == "vault":
-                machine = self.vaults[vault]
-                machine.receive(envelope, self.now)
-                for answer in machine.outbox:
-                    self.send(answer, vault.slot, holder.machine, number)
-                machine.outbox.clear()
+                vault = self.vaults[slot]
+                vault.receive(envelope, self.now)
+                for answer in vault.outbox:
+                    self.send(answer, home, holder.machine, number)
+                vault.outbox.clear()
             elif not holder.is_dead and holder.paused_until <= self.now:
                 holder.tenure.receive(envelope, self.now)
         for holder in self.holders:
@@ -107,8 +130,13 @@ class World:
             if not holder.storing and self.random.random() < 0.3:
                 holder.value += 1
                 holder.storing = tenure.deposit(b"%d" % holder.value, self.now)
+            if self.random.random() < 0.1:  # the newest, or what was said earlier arrives late
+                tenure.replace(self.random.choice(self.boards[-2:]))
+            if holder is self.holders[-1] and self.random.random() < 0.05:
+                self.replaced += tenure.board != self.board
+                self.board = tenure.board
         for envelope in tenure.outbox:
-            self.send(envelope, holder.machine, envelope.target.slot, holder.number)
+            self.send(envelope, holder.machine, self.home[envelope.target.slot], holder.number)
         tenure.outbox.clear()
         acting = [h for h in self.holders if not h.is_dead and h.tenure.may_act(self.now)]
         assert len(acting) <= 1, "two may act"
@@ -116,20 +144,52 @@ class World:
 
     def disturb(self) -> None:
         alive = [holder for holder in self.holders if not holder.is_dead]
-        kind = self.random.choices(["kill", "pause", "cut", "new", "machine", ""], [2, 2, 2, 3, 0.3, 10])[0]
+        kinds = {
+            "kill": 2,
+            "pause": 2,
+            "cut": 2,
+            "split": 1,
+            "heal": 2,
+            "new": 3,
+            "machine": 2,
+            "back": 2,
+            "": 10,
+        }
+        kind = self.random.choices(list(kinds), list(kinds.values()))[0]
         if kind == "kill" and alive:
             self.random.choice(alive).is_dead = True
         elif kind == "pause" and alive:
             self.random.choice(alive).paused_until = self.now + self.random.choice([0.5, 2.5, 6.0])
         elif kind == "cut":
-            self.cut[self.random.randrange(self.machines)] = self.now + self.random.choice([0.5, 3.0, 8.0])
-        elif kind == "machine" and len(self.dead) < (self.machines - 1) // 2:
-            lost = self.random.randrange(self.machines)
-            self.dead.add(lost)
-            for holder in self.holders:
-                holder.is_dead = holder.is_dead or holder.machine == lost
+            self.side[self.random.randrange(self.machines)] = len(self.holders) + 2
+        elif kind == "split":
+            self.side = {machine: self.random.randrange(2) for machine in range(self.machines)}
+        elif kind == "heal":
+            self.side.clear()
+        elif kind == "machine":
+            for _ in range(self.random.choice([1, 2])):
+                self.lose_machine()
+            self.boards.append(tuple(self.at.values()))
+        elif kind == "back":
+            for machine in self.lost:
+                self.open_vault(machine)
+            self.lost.clear()
+            self.boards.append(tuple(self.at.values()))
         elif kind == "new" and len(alive) < 3:
             self.add_holder()
+
+    def lose_machine(self) -> None:
+        """Give up a machine, if a majority of the vaults that decide is left then."""
+        left = sum(vault in self.at.values() for vault in self.board)
+        if len(self.at) == 1 or 2 * (left - 1) <= len(self.board):
+            return
+        lost = self.random.choice(list(self.at))
+        self.lost.add(lost)
+        gone = self.at.pop(lost).slot
+        if self.random.random() < 0.5:
+            del self.vaults[gone]
+            for holder in self.holders:
+                holder.is_dead = holder.is_dead or holder.machine == lost
 
 
 def play(world: World, seconds: float = 60.0) -> World:
@@ -143,11 +203,13 @@ def play(world: World, seconds: float = 60.0) -> World:
 
 @pytest.mark.parametrize("machines", [1, 3, 4, 5])
 def test_one_at_a_time_and_nothing_stored_is_lost(machines: int) -> None:
-    acted = offices = confirmed = 0
+    acted = offices = confirmed = replaced = 0
     for seed in range(60):
         world = play(World(seed, machines))
         acted, offices, confirmed = acted + world.acted, offices + world.offices, confirmed + world.confirmed
+        replaced += world.replaced
     assert acted > 1000
+    assert replaced > 30 or machines < 3
     assert offices > 100
     assert confirmed > 1000
 
@@ -176,11 +238,11 @@ def test_the_office_is_taken_over_soon() -> None:
 # Each guard is needed: without it, a seed finds two holders, or a lost state.
 
 
-def play_many(kind: type[Vault]) -> None:
-    for seed in range(200):
-        world = World(seed, 3)
-        world.vaults = {peer: kind(peer, LEASE) for peer in world.vaults}
-        play(world)
+def play_many(
+    kind: type[Vault] = Vault, tenure: type[Tenure] = Tenure, machines: int = 3, seeds: int = 200
+) -> None:
+    for seed in range(seeds):
+        play(World(seed, machines, kind, tenure))
 
 
 class _NoLease(Vault):
@@ -212,16 +274,45 @@ class _NoMargin(Tenure):
         return self.stage == "holding"
 
 
-def test_a_holder_that_does_not_look_at_its_lease_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.cluster.protocol.test_tenure.Tenure", _NoMargin)
+def test_a_holder_that_does_not_look_at_its_lease_is_noticed() -> None:
     with pytest.raises(AssertionError, match="two may act"):
-        play_many(Vault)
+        play_many(tenure=_NoMargin)
+
+
+class _AtOnce(Tenure):
+    """Without majorities of both boards in between."""
+
+    def _change_boards(self, now: float) -> None:
+        if self._number and self.is_stored(self._number):
+            self.board = self._boards[0]
+            if self._wanted != self.board:
+                self._boards = (self._wanted,)
+                self.deposit(self._state, now)
+
+
+class _DoesNotFollow(Tenure):
+    """Takes the office without asking the boards that replaced the one which it knew."""
+
+    def _take_office(self, now: float) -> None:
+        super()._take_office(now)
+        if self.stage == "claiming" and self._has_majority_of_the_first():
+            last = max(self._claims.values(), key=lambda claimed: (claimed.by, claimed.number))
+            self.stage, self.found, self._due = "holding", last.state, now
+
+    def _has_majority_of_the_first(self) -> bool:
+        return 2 * sum(vault.slot in self._claims for vault in self._first) > len(self._first)
+
+
+@pytest.mark.parametrize("broken", [_AtOnce, _DoesNotFollow])
+def test_boards_that_are_replaced_without_care_are_noticed(broken: type[Tenure]) -> None:
+    with pytest.raises(AssertionError, match=r"two may act|did not know"):
+        play_many(tenure=broken, machines=5, seeds=1000)
 
 
 def test_one_majority_is_not_enough_for_another_ballot() -> None:
     """Answers to an earlier claim do not count for a later one."""
     vaults = [Peer("vault", i) for i in range(3)]
-    tenure = Tenure(ME, vaults, 7, LEASE)
+    tenure = Tenure(ME, tuple(VaultAt(vault.slot, "") for vault in vaults), 7, LEASE)
     tenure.tick(0.0)
     first = tenure.outbox[0].message
     assert isinstance(first, Claim)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from holdfast.cluster.protocol.messages import (
@@ -144,6 +145,13 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
         ),
         ("process_started", {"role": "worker", "slot": 1}, None),
         ("process_started", {"role": "supervisor", "slot": 0}, "the supervisor was restarted"),
+        ("spread_lost", {}, "the code does not cover the loss of every machine now: servers share machines"),
+        ("spread_restored", {}, "the code covers the loss of any machine again"),
+        (
+            "server_moved",
+            {"slot": 2, "machine": "m", "step": 3},
+            "server 2 on m is ended, to start anew on a machine of its own",
+        ),
         ("test", {"step": 5, "auc": 0.75, "log_loss": 0.4}, "test at step 5: AUC 0.7500, log loss 0.4000"),
         (
             "checkpoint_saved",
@@ -363,3 +371,21 @@ def test_plain_lines() -> None:
     first, second, last = console.export_text().splitlines()
     assert (first, second) == ("1 server and 2 workers are running", "worker 1 [b]ended")
     assert last.startswith("100%  step 3  loss 0.5000  test AUC 0.7500  ")
+
+
+def test_processes_of_a_machine_stand_together() -> None:
+    reports = Reports(load(None, ["max_steps=100"]), EventLog(None))
+    one = status(20, 0.4, 0.6)
+    at = {"supervisor": "10.0.0.2", "server": "10.0.0.1", "worker": "10.0.0.2"}
+    nodes = tuple(replace(node, machine=at[node.peer.role]) for node in one.nodes)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render(reports.note(replace(one, nodes=nodes)), 123.4, 88.0))
+    assert isinstance(console.file, io.StringIO)
+    lines = [" ".join(line.split()[:3]) for line in console.file.getvalue().splitlines()]
+    assert [line for line in lines if line.startswith(("machine", "10.", "worker"))] == [
+        "machine process state",
+        "10.0.0.1 server 0",
+        "10.0.0.2 supervisor watching",
+        "worker 0 working",
+        "worker 1 #2",
+    ]

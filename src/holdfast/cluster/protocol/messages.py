@@ -466,6 +466,8 @@ class NodeStatus(Struct, frozen=True, array_like=True):
     silent_seconds: float
     figures: Figures = Figures()
     redundancy: Redundancy = Redundancy()
+    machine: str = ""
+    """Where it runs, as the launcher knows it; "" if there is only one machine."""
 
 
 class Happening(Struct, frozen=True, array_like=True):
@@ -524,6 +526,17 @@ class Ballot(Struct, frozen=True, array_like=True, order=True):
     holder: int = 0
 
 
+class VaultAt(Struct, frozen=True, array_like=True, order=True):
+    """A vault, and where it listens."""
+
+    slot: int
+    endpoint: str
+
+
+Board = tuple[VaultAt, ...]
+"""Vaults of which a majority decides."""
+
+
 class Claim(Struct, frozen=True, array_like=True, tag="claim"):
     """Supervisor → vault: the office is mine from now on. The answer is ``Claimed`` or ``Denied``."""
 
@@ -537,6 +550,8 @@ class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
     by: Ballot = Ballot()
     number: int = 0
     state: bytes = b""
+    boards: tuple[Board, ...] = ()
+    """The boards that decide, as of that state."""
 
 
 class Deposit(Struct, frozen=True, array_like=True, tag="deposit"):
@@ -548,6 +563,8 @@ class Deposit(Struct, frozen=True, array_like=True, tag="deposit"):
     """Numbers all messages of a holder, so that it knows when the one that is answered was sent."""
     number: int = 0
     state: bytes = b""
+    boards: tuple[Board, ...] = ()
+    """The boards that decide from this state on: two while one replaces the other."""
 
 
 class Deposited(Struct, frozen=True, array_like=True, tag="deposited"):

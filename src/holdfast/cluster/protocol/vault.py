@@ -12,7 +12,11 @@ the other. Every deposit renews it. A vault that has accepted a deposit denies t
 its own clock, and without a majority it acts no longer (``tenure``). No two clocks are compared; they must
 only run equally fast.
 
-A vault that is restarted has forgotten what it promised: it must not come back under its number.
+A vault that is restarted has forgotten what it promised: it must not come back under its number. It comes
+with a new number instead, and the holder makes it a member of the **board**, the vaults of which a majority
+decides. The board is stored with the state. While it changes, a majority of the old board and one of the new
+are needed for everything; once that is stored, the new board decides alone (joint consensus, as in Raft). So
+whoever asks a majority of any board that ever decided learns of the next one.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 from holdfast.cluster.protocol.envelope import Envelope
 from holdfast.cluster.protocol.messages import (
     Ballot,
+    Board,
     Claim,
     Claimed,
     Denied,
@@ -48,6 +53,7 @@ class Vault:
         self._highest = Ballot()
         self._until = float("-inf")
         self._by, self._number, self._state = Ballot(), 0, b""
+        self._boards: tuple[Board, ...] = ()
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Process a claim or a deposit; anything else is ignored."""
@@ -66,7 +72,7 @@ class Vault:
         if claim.ballot > self._highest and now < self._until:
             return Denied(claim.ballot, self._highest, self._until - now)
         self._highest = claim.ballot
-        return Claimed(claim.ballot, self._by, self._number, self._state)
+        return Claimed(claim.ballot, self._by, self._number, self._state, self._boards)
 
     def _deposit(self, deposit: Deposit, now: float) -> Deposited | Denied:
         if deposit.ballot < self._highest:
@@ -76,4 +82,5 @@ class Vault:
         self._until = now + self._lease_seconds
         if deposit.number and (deposit.ballot, deposit.number) > (self._by, self._number):
             self._by, self._number, self._state = deposit.ballot, deposit.number, deposit.state
+            self._boards = deposit.boards
         return Deposited(deposit.ballot, deposit.round, self._number if self._by == deposit.ballot else 0)

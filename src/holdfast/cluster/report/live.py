@@ -118,17 +118,23 @@ class PlainJobView:
 
 
 def render(progress: JobProgress, seconds_left: float | None, elapsed_seconds: float) -> RenderableType:
-    """The table and the lines below it; in 80 columns nothing is omitted."""
+    """The table and the lines below it; in 80 columns nothing is omitted. Processes of a machine stand
+    together, if there are several."""
+    many = any(process.machine for process in progress.processes)
     table = Columns(
-        ("process", "state", "speed", "rows held", "memory", "silent for"),
-        words=("process", "state"),
+        (*(("machine",) if many else ()), "process", "state", "speed", "rows held", "memory", "silent for"),
+        words=("machine", "process", "state"),
         spare=("memory", "rows held", "silent for"),
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="dim",
     )  # fmt: skip
     redundancy = progress.redundancy
     lacking = {one.slot: one for one in redundancy.lacking} if redundancy is not None else {}
-    for process in progress.processes:
-        table.add_row(*_cells(process, lacking.get(process.slot) if process.role == "server" else None))
+    before = None
+    for process in sorted(progress.processes, key=lambda process: process.machine):
+        cells = _cells(process, lacking.get(process.slot) if process.role == "server" else None)
+        machine = process.machine if process.machine != before else ""
+        table.add_row(*((machine,) if many else ()), *cells)
+        before = process.machine
     line = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=1.0, completed=progress.fraction, width=_BAR_WIDTH)
     line.add_row(bar, percent(progress.fraction), duration(elapsed_seconds))

@@ -39,6 +39,8 @@ class ProcessStatus:
     rows: int
     """Only for servers: rows held."""
     memory_bytes: int
+    machine: str = ""
+    """Where it runs; "" if there is only one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ class Reports:
             pushes_per_second=steps if peer.role == "server" else 0.0,
             rows=figures.rows,
             memory_bytes=figures.memory_bytes,
+            machine=node.machine,
         )
 
     def _redundancy(self, status: Status) -> RedundancyStatus | None:
@@ -260,6 +263,8 @@ def _tell(happening: Happening) -> str | None:
             )
         case "checkpoint_saved" | "checkpoint_failed" | "checkpoint_tidy_failed" | "checkpoint_damaged":
             text = _tell_of_checkpoints(happening.event, figures)
+        case "spread_lost" | "spread_restored" | "server_moved":
+            text = _tell_of_machines(happening.event, figures)
         case "store_not_opened" | "store_waited_for" | "store_locked":
             text = _tell_of_store(happening.event, figures)
         case _:
@@ -282,6 +287,14 @@ def _tell_of_checkpoints(event: str, figures: Mapping[str, Any]) -> str | None:
         case "checkpoint_damaged":
             text = f"checkpoint damaged: {figures['error']}"
     return text
+
+
+def _tell_of_machines(event: str, figures: Mapping[str, Any]) -> str:
+    if event == "spread_lost":
+        return "the code does not cover the loss of every machine now: servers share machines"
+    if event == "spread_restored":
+        return "the code covers the loss of any machine again"
+    return f"server {figures['slot']} on {figures['machine']} is ended, to start anew on a machine of its own"
 
 
 def _tell_of_store(event: str, figures: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from typing import Final, NoReturn
 import msgspec
 from msgspec import Struct
 
-from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.protocol.messages import Board, Peer
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.errors import ConfigError
@@ -53,7 +53,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     plan: JobPlan
     supervisor: str
     """The supervisor's endpoint; "" for the first supervisor itself."""
-    vaults: tuple[str, ...] = ()
+    vaults: Board = ()
     """Where the supervisor's durable state lies; empty: in a file of the run's folder."""
     folder: str
     """The run's folder."""
@@ -70,17 +70,24 @@ class Assignment(Struct, frozen=True, kw_only=True):
 class Announcement(Struct, frozen=True):
     """What the launcher tells a process later, in a line of standard input."""
 
-    supervisor: str
+    supervisor: str = ""
     """The endpoint of a supervisor that has started on another machine."""
+    vaults: Board = ()
+    """The vaults that there are now; empty: those of the assignment."""
 
 
 _read = bytearray()
-_announced = ""
+_announced = Announcement()
 
 
 def announced_supervisor() -> str:
     """The supervisor's endpoint, if the launcher has said that it moved; otherwise ""."""
-    return _announced
+    return _announced.supervisor
+
+
+def announced_vaults() -> Board:
+    """The vaults, if the launcher has said that there are others by now; otherwise none."""
+    return _announced.vaults
 
 
 def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
@@ -223,7 +230,7 @@ def _watch_stdin() -> None:
     """Take announcements; when standard input ends, the launcher is gone."""
     global _announced  # noqa: PLW0603 (a process is one node)
     while line := _read_line():
-        _announced = msgspec.json.decode(line, type=Announcement).supervisor
+        _announced = msgspec.json.decode(line, type=Announcement)
     os._exit(0)
 
 

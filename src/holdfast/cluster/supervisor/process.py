@@ -22,11 +22,12 @@ from holdfast.cluster.protocol.messages import (
     Redundancy,
     ServerBeat,
     Status,
+    VaultAt,
 )
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.protocol.tenure import Tenure
 from holdfast.cluster.runtime.loop import TICK_SECONDS, memory_bytes, open_transport, send_outbox
-from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.node import Assignment, announced_vaults
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.cluster.supervisor.members import Member
@@ -88,11 +89,9 @@ class VaultStorage:
         self._file = FileStorage(Path(assignment.folder))
         self._known: Durable | None = None
         self._patience = plan.timing.start_seconds
-        vaults = [Peer("vault", slot) for slot in range(len(assignment.vaults))]
-        self._tenure = Tenure(assignment.me, vaults, secrets.randbits(63))
+        self._tenure = Tenure(assignment.me, assignment.vaults, secrets.randbits(63))
         self._transport = ZmqTransport(assignment.me, plan.job, None, assignment.keys)
-        for vault, endpoint in zip(vaults, assignment.vaults, strict=True):
-            self._transport.connect("vault", vault.slot, endpoint)
+        self._connected: frozenset[VaultAt] = frozenset()
 
     @property
     def endpoint(self) -> str:
@@ -113,18 +112,25 @@ class VaultStorage:
 
     def save(self, state: Durable) -> None:
         """Deposit the state. It returns when it is durable, and this supervisor may act."""
-        state = msgspec.structs.replace(state, endpoint=self.endpoint or state.endpoint)
+        board = self._tenure.board
+        state = msgspec.structs.replace(state, endpoint=self.endpoint or state.endpoint, vaults=board)
         number = self._tenure.deposit(msgspec.json.encode(state), time.monotonic())
         self._wait(lambda: self._tenure.is_stored(number) and self._tenure.may_act(time.monotonic()))
         self._known = state
         self._file.save(state)
 
     def hold(self) -> None:
-        """Renew the lease. Without one it waits until there is one again.
+        """Renew the lease. Without one it waits until there is one again. Let new vaults decide, too.
 
         Raises JobFailed if another supervisor has taken over.
         """
+        announced = announced_vaults()
+        if announced:
+            self._tenure.replace(announced)
         self._exchange(0.0)
+        if self._known is not None and self._known.vaults != self._tenure.board:
+            self._known = msgspec.structs.replace(self._known, vaults=self._tenure.board)
+            self._file.save(self._known)
         if not self._tenure.may_act(time.monotonic()):
             self._wait(lambda: self._tenure.may_act(time.monotonic()))
 
@@ -143,6 +149,10 @@ class VaultStorage:
 
     def _exchange(self, seconds: float) -> None:
         self._tenure.tick(time.monotonic())
+        vaults = self._tenure.vaults
+        for vault in vaults - self._connected:
+            self._transport.connect("vault", vault.slot, vault.endpoint)
+        self._connected |= vaults
         send_outbox(self._tenure, self._transport)
         for envelope in self._transport.poll(seconds):
             self._tenure.receive(envelope, time.monotonic())

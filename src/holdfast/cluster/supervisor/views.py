@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.cluster.protocol.messages import ServerInView, View, ViewNumber, WorkerInView
+from holdfast.cluster.protocol.messages import Board, ServerInView, View, ViewNumber, WorkerInView
 from holdfast.cluster.protocol.plan import JobPlan
 
 _Entry = TypeVar("_Entry", ServerInView, WorkerInView)
@@ -26,6 +26,8 @@ class Durable(Struct, frozen=True, kw_only=True):
     """The incarnation in each slot."""
     workers: tuple[int, ...] = ()
     endpoint: str = ""
+    vaults: Board = ()
+    """Where this lies, if it does not lie in a file: the next supervisor asks them for it."""
     began: bool = False
     """Whether servers have started: from then on they may hold more than initial values."""
     started: tuple[ServerInView, ...] = ()

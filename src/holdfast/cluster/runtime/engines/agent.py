@@ -29,7 +29,7 @@ from holdfast.cluster.runtime.engines.local import NODE_COMMAND, ONE_THREAD, Loc
 from holdfast.cluster.runtime.files import FileNews, written
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.loop import send_outbox
-from holdfast.cluster.runtime.node import Assignment
+from holdfast.cluster.runtime.node import Announcement, Assignment
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 
 OWN_ADDRESS = "tcp"
@@ -56,6 +56,7 @@ class News(Struct, frozen=True, array_like=True):
 NEWS = msgspec.msgpack.Decoder(News)
 _ASSIGNMENT = msgspec.json.Decoder(Assignment)
 _KEYS = msgspec.json.Decoder(Keys)
+_ANNOUNCEMENT = msgspec.json.Decoder(Announcement)
 
 
 class Agent:
@@ -78,7 +79,7 @@ class Agent:
         self._address = f"[{address}]" if ":" in address else address
         self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
         self._state = self._folder / state_file
-        self._supervisor = ""
+        self._announced = b""
         self._vault: threading.Thread | None = None
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         variables = {**ONE_THREAD, "PYTHONPATH": paths, **(environment or {})}
@@ -107,6 +108,7 @@ class Agent:
                 self._state.unlink(missing_ok=True)  # an earlier one's
             try:
                 self._launcher.start(here)
+                self._tell()
             except Exception as error:
                 self._note(Exit(here.me, 1, f"could not be started: {error}"))
 
@@ -134,7 +136,7 @@ class Agent:
                     send_outbox(vault, transport)
 
     def look(
-        self, acknowledged: int, offsets: Mapping[str, int], seconds: float, supervisor: str = ""
+        self, acknowledged: int, offsets: Mapping[str, int], seconds: float, announcement: bytes = b""
     ) -> bytes:
         """The news (``News``, as MessagePack); waits so long for a process to end.
 
@@ -142,12 +144,12 @@ class Agent:
             acknowledged: the number of the last exit that the caller knows.
             offsets: how much of each file the caller has.
             seconds: how long to wait.
-            supervisor: where the supervisor is, if it has moved: all processes here are told.
+            announcement: what all processes here are to be told (``Announcement``, as JSON).
         """
         with self._lock:
-            if supervisor != self._supervisor:
-                self._supervisor = supervisor
-                self._launcher.announce(supervisor)
+            if announcement != self._announced:
+                self._announced = announcement
+                self._tell()
             self._exits = [one for one in self._exits if one[0] > acknowledged]
             self._news.wait_for(lambda: bool(self._exits) or self._ending, seconds)
             exits, running = tuple(self._exits), tuple(self._launcher.pids().items())
@@ -180,6 +182,11 @@ class Agent:
                 for exited in self._launcher.exited():
                     self._note(exited)
             time.sleep(_WATCH_SECONDS)
+
+    def _tell(self) -> None:
+        """Tell all processes what was announced last; those that have just started do not know it yet."""
+        if self._announced:
+            self._launcher.tell(_ANNOUNCEMENT.decode(self._announced))
 
     def _note(self, exited: Exit) -> None:
         self._count += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from holdfast.cluster.protocol.messages import Exit, Peer
+from holdfast.cluster.protocol.messages import Board, Exit, Peer
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Assignment
 
@@ -13,11 +13,15 @@ from holdfast.cluster.runtime.node import Assignment
 class Engine(Protocol):
     """Starts and watches processes. Calls do not block."""
 
-    vaults: int
-    """How many vaults it has for the supervisor's state; 0: a restarted supervisor finds the run's folder."""
+    most_vaults: int
+    """How many vaults for the supervisor's state it may ever open; 0: a restarted supervisor finds the run's
+    folder."""
 
-    def open_vaults(self, job: str, keys: Sequence[Keys]) -> tuple[str, ...]:
-        """Open the vaults, and return their addresses."""
+    def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
+        """Open the first vaults. ``keys`` are those of all that it may open, in the order of their slots.
+
+        When others take their place, it tells the supervisor's process.
+        """
 
     def warm(self, role: str, slot: int | None = None) -> None:
         """Start a spare process of this role before it is needed; for this slot, or for any that will die."""
@@ -36,6 +40,14 @@ class Engine(Protocol):
 
     def machine(self, peer: Peer) -> str:
         """The name of the machine on which a process runs; "" if there is only one."""
+
+    def is_spread(self) -> bool | None:
+        """Whether the code covers the loss of any machine as servers run now; None: that is not known, or
+        there is one machine."""
+
+    def misplaced(self) -> Peer | None:
+        """A server that should start anew on another machine, so that the code covers more; None: no one.
+        Its next process starts there."""
 
     def exited(self) -> list[Exit]:
         """The processes that have ended since the last call."""

@@ -27,7 +27,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.protocol.messages import Exit, Peer
+from holdfast.cluster.protocol.messages import Board, Exit, Peer
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
 from holdfast.errors import ConfigError
@@ -194,7 +194,7 @@ class LocalLauncher:
         environment: variables for the processes, in addition to this one's.
     """
 
-    vaults = 0
+    most_vaults = 0
 
     def __init__(
         self,
@@ -249,12 +249,24 @@ class LocalLauncher:
 
     def announce(self, supervisor: str) -> None:
         """Tell all processes that the supervisor has another address now."""
-        line = msgspec.json.encode(Announcement(supervisor)) + b"\n"
+        self.tell(Announcement(supervisor))
+
+    def tell(self, announcement: Announcement) -> None:
+        """Tell all processes."""
+        line = msgspec.json.encode(announcement) + b"\n"
         for process in self._running.values():
             if process.returncode is None:
                 process.tell(line)
 
-    def open_vaults(self, job: str, keys: Sequence[Keys]) -> tuple[str, ...]:
+    def is_spread(self) -> bool | None:
+        """There is one machine."""
+        return None
+
+    def misplaced(self) -> Peer | None:
+        """There is one machine."""
+        return None
+
+    def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
         """There are none: the supervisor's state is in a file."""
         return ()
 

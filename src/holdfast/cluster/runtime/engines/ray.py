@@ -25,15 +25,15 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from holdfast.cluster.protocol.messages import Exit, Peer
+from holdfast.cluster.protocol.messages import Board, Exit, Peer, VaultAt
 from holdfast.cluster.runtime.engines.agent import NEWS, Agent
 from holdfast.cluster.runtime.files import FileNews, write_part
 from holdfast.cluster.runtime.keys import Keys
-from holdfast.cluster.runtime.node import Assignment
-from holdfast.coding.machines import best_machine, check_spread, spread
+from holdfast.cluster.runtime.node import Announcement, Assignment
+from holdfast.coding.machines import best_machine, check_spread, next_move, spread, survives
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError, JobFailed
-from holdfast.events import started_at
+from holdfast.events import EventLog, started_at
 from holdfast.options import Ray
 
 NAMESPACE = "holdfast"
@@ -74,12 +74,16 @@ class _Machine:
     pids: dict[Peer, int] = field(default_factory=dict)
     state: bytes | None = None
     """The state file of a supervisor that runs there."""
+    vault: VaultAt | None = None
     starting: dict[Peer, tuple[Any, float]] = field(default_factory=dict)
     """Calls that start a process, and when they were made."""
 
 
 class RayEngine:
     """Starts and watches the processes of a job on a Ray cluster.
+
+    Each machine has a vault. After the loss of a machine, the others decide about the supervisor's state, and
+    so does that of a machine which is found in its place.
 
     Args:
         folder: the run's folder, to which what processes write is copied while they write it.
@@ -89,12 +93,19 @@ class RayEngine:
         state_file: the name of the file in which a supervisor tells where it listens.
     """
 
+    most_vaults = 256
+
     def __init__(
         self, folder: Path, options: Ray, placement: Placement, workers: int, state_file: str
     ) -> None:
         self._folder = folder
         self._state_file = state_file
-        self._supervisor = ""
+        self._announced = Announcement()
+        self._job = ""
+        self._vault_keys: Sequence[Keys] = ()
+        self._vaults_opened = 0
+        self._targets: dict[int, int] = {}
+        """Of a server that is to start anew: the machine."""
         self._options = options
         self._placement = placement
         self._lock = threading.Lock()
@@ -182,10 +193,38 @@ class RayEngine:
             machine = self._peers.get(peer)
             return machine.name if machine is not None else ""
 
+    def is_spread(self) -> bool | None:
+        """Whether the code covers the loss of any machine as servers run now."""
+        with self._lock:
+            at = self._servers_at()
+        return survives(self._placement, at) if at is not None and self._placement.r else None
+
+    def misplaced(self) -> Peer | None:
+        """A server that should start anew on another machine, so that the code covers more. Its next process
+        starts there."""
+        with self._lock:
+            at = self._servers_at()
+            usable = [machine.number for machine in self._machines if self._is_usable(machine)]
+            if at is None or not usable or not self._placement.r:
+                return None
+            move = next_move(self._placement, at, self.home, usable)
+            if move is None:
+                return None
+            slot, self._targets[slot] = move
+            return next(p for p in self._peers if (p.role, p.slot) == ("server", slot))
+
+    def _servers_at(self) -> list[int] | None:
+        """The machine of each server; None if not all run."""
+        at = {peer.slot: m.number for peer, m in self._peers.items() if peer.role == "server"}
+        slots = range(self._placement.servers)
+        return [at[slot] for slot in slots] if all(slot in at for slot in slots) else None
+
     def exited(self) -> list[Exit]:
         """The processes that have ended since the last call."""
         with self._lock:
             self._check_starts()
+            if self._vault_keys:
+                self._announce_vaults()
             pending, self._pending = self._pending, []
             for assignment in pending:
                 self._start(assignment)
@@ -202,20 +241,41 @@ class RayEngine:
     def announce(self, supervisor: str) -> None:
         """Tell all processes, with the next look at each machine, that the supervisor has another address."""
         with self._lock:
-            self._supervisor = supervisor
+            self._announced = msgspec.structs.replace(self._announced, supervisor=supervisor)
 
-    @property
-    def vaults(self) -> int:
-        """One on each machine of the beginning."""
-        return len(self._machines)
+    def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
+        """Open a vault on each machine. A machine that is found later gets one, too."""
+        for machine in self._machines:
+            self._open_vault(machine, job, keys)
+        self._job, self._vault_keys = job, keys
+        return self._board()
 
-    def open_vaults(self, job: str, keys: Sequence[Keys]) -> tuple[str, ...]:
-        """Open the vaults, and return their addresses."""
-        calls = [
-            machine.actor.open_vault.remote(job, slot, msgspec.json.encode(own))
-            for slot, (machine, own) in enumerate(zip(self._machines, keys, strict=True))
-        ]
-        return tuple(ray.get(calls, timeout=_START_SECONDS))
+    def _open_vault(self, machine: _Machine, job: str, keys: Sequence[Keys]) -> None:
+        """Open a vault on a machine that has an agent, unless there are no keys for another one."""
+        with self._lock:
+            slot = self._vaults_opened
+            if slot >= len(keys) or machine.actor is None:
+                return
+            self._vaults_opened += 1
+            call = machine.actor.open_vault.remote(job, slot, msgspec.json.encode(keys[slot]))
+        endpoint = ray.get(call, timeout=_START_SECONDS)
+        with self._lock:
+            machine.vault = VaultAt(slot, endpoint)
+
+    def _board(self, silent_seconds: float = float("inf")) -> Board:
+        """The vaults on machines that have been heard of within so long."""
+        since = time.monotonic() - silent_seconds
+        return tuple(m.vault for m in self._machines if m.vault is not None and m.heard > since)
+
+    def _announce_vaults(self) -> None:
+        """Tell the supervisor which vaults there are. Those of silent machines are left out, long before Ray
+        gives such a machine up; not if most are silent: then it is probably this one that is cut off.
+
+        The lock is held.
+        """
+        board, heard = self._board(), self._board(self._options.silent_seconds)
+        if 2 * len(heard) > len(board):
+            self._announced = msgspec.structs.replace(self._announced, vaults=heard)
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """End all processes and agents, and copy what they wrote last. Closing twice does no harm."""
@@ -272,6 +332,9 @@ class RayEngine:
         usable = {machine.number: machine for machine in self._machines if self._is_usable(machine)}
         if not usable:
             return None
+        target = self._targets.pop(peer.slot, None) if peer.role == "server" else None
+        if target in usable:
+            return usable[target]
         if peer.role == "server":
             at: list[int | None] = [None] * self._placement.servers
             for other, machine in self._peers.items():
@@ -312,7 +375,9 @@ class RayEngine:
             try:
                 if machine.actor is None:
                     self._bring_up(machine)
-                call = call or machine.actor.look.remote(*_known(machine), _LOOK_SECONDS, self._supervisor)
+                call = call or machine.actor.look.remote(
+                    *_known(machine), _LOOK_SECONDS, msgspec.json.encode(self._announced)
+                )
                 self._look(machine, call)
                 call = None
             except GetTimeoutError:
@@ -349,6 +414,9 @@ class RayEngine:
             machine.actor, machine.heard = actor, time.monotonic()
             machine.acknowledged, machine.offsets, machine.cut_line = 0, {}, {}
             machine.name = name
+        if self._vault_keys:  # one that is found later
+            self._open_vault(machine, self._job, self._vault_keys)
+            self._say("machine_found", name)
 
     def _look(self, machine: _Machine, call: Any) -> bool:
         """Process the answer to a call of ``look``; whether there was anything written in it."""
@@ -372,12 +440,15 @@ class RayEngine:
     def _lose(self, machine: _Machine, error: BaseException) -> None:
         """The agent has died, and all of its processes with it."""
         with self._lock:
+            if machine.name and not self._closing.is_set():
+                self._say("machine_lost", machine.name)
             lost = [peer for peer, at in self._peers.items() if at is machine]
             if machine.actor is not None:
                 ray.kill(machine.actor)  # it may have raised an error, and live
             for peer in lost:
                 self._end(peer, Exit(peer, -int(signals.SIGKILL), f"was lost with machine {machine.name}"))
             machine.actor, machine.name, machine.pids, machine.state = None, "", {}, None
+            machine.vault = None
             machine.starting.clear()
 
     def _write(self, machine: _Machine, file: FileNews, ahead: float) -> None:
@@ -407,6 +478,10 @@ class RayEngine:
                     event["seconds"] = round(event["time"] - started, 6)
                     event["host"] = machine.name
                     events.write(msgspec.json.encode(event) + b"\n")
+
+    def _say(self, event: str, machine: str) -> None:
+        with contextlib.suppress(OSError), EventLog(self._folder) as events:
+            events.emit(event, machine=machine)
 
 
 def _known(machine: _Machine) -> tuple[int, dict[str, int]]:
