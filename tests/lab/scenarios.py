@@ -126,7 +126,7 @@ def supervisor_lost(cluster: RayCluster) -> None:
     training goes on. Of four vaults two are left: they decide alone since the first loss was noticed."""
     job = begin(cluster, *ENDLESS)
     job.host_of("server", without=("supervisor",)).power_off()
-    job.wait(lambda: job.events("redundancy_restored"))
+    job.wait(lambda: job.events("redundancy_restored") and job.events("vaults_changed"))
     go_on(job)
     lose_supervisor(job)
     stop(cluster, job)

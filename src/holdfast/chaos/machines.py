@@ -137,7 +137,7 @@ class MachineTrial:
             began, whole = time.monotonic(), len(self._job.events("redundancy_restored"))
             getattr(self, f"_{kind}")()
             self._wait_until_whole()
-            self._job.wait(self._is_spread, _WHOLE_SECONDS)
+            self._job.wait(lambda: self._is_spread() and self._all_have_vaults(), _WHOLE_SECONDS)
             self._wait_until_whole()  # a server that has moved recovers its rows once more
             self.result.faults[kind] += 1
             with contextlib.suppress(NoSuchVersion):
@@ -250,6 +250,11 @@ class MachineTrial:
         """Whether servers that shared a machine have moved, so that the next machine may be lost."""
         changes = [*self._job.events("spread_lost"), *self._job.events("spread_restored")]
         return not changes or max(changes, key=lambda event: event["time"])["event"] == "spread_restored"
+
+    def _all_have_vaults(self) -> bool:
+        """Whether the vaults of all machines decide about the supervisor's state."""
+        changes = self._job.events("vaults_changed")
+        return not changes or len(changes[-1]["machines"]) == len(self._cluster.machines)
 
     def _go_on(self) -> None:
         at = self._job.step()

@@ -37,7 +37,7 @@ from holdfast.cluster.runtime.engines.base import Engine
 from holdfast.cluster.runtime.keys import JobKeys
 from holdfast.cluster.runtime.loop import send_outbox
 from holdfast.cluster.runtime.node import Assignment
-from holdfast.cluster.runtime.transport.address import LOCAL
+from holdfast.cluster.runtime.transport.address import LOCAL, host_of
 from holdfast.cluster.runtime.transport.private import private_folder
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.cluster.supervisor.process import STATE_FILE
@@ -193,10 +193,12 @@ class Launcher:
             self._template = msgspec.structs.replace(self._template, supervisor=supervisor)
             self._engine.announce(supervisor)
 
-    def note_vaults(self, vaults: Board) -> None:
-        """Note where the supervisor's state lies."""
-        if vaults:
-            self._template = msgspec.structs.replace(self._template, vaults=vaults)
+    def note_vaults(self, vaults: Board) -> bool:
+        """Note where the supervisor's state lies; whether that is elsewhere than before."""
+        if not vaults or set(vaults) == set(self._template.vaults):
+            return False
+        self._template = msgspec.structs.replace(self._template, vaults=vaults)
+        return True
 
     def kill(self, role: Role, slot: int) -> None:
         """Send SIGKILL to the process in a slot."""
@@ -382,7 +384,9 @@ class Runner:
             return
         self._state = state
         known = msgspec.json.decode(state, type=Durable)
-        launcher.note_vaults(known.vaults)
+        if launcher.note_vaults(known.vaults):
+            machines = [host_of(vault.endpoint) for vault in known.vaults]
+            self.say("vaults_changed", machines=machines)
         if launcher.awaits_supervisor:
             transport.connect("supervisor", 0, known.endpoint)
             launcher.follow(known.endpoint)

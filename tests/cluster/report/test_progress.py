@@ -148,6 +148,11 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
         ("spread_lost", {}, "the code does not cover the loss of every machine now: servers share machines"),
         ("spread_restored", {}, "the code covers the loss of any machine again"),
         (
+            "vaults_changed",
+            {"machines": ["10.0.0.1", "10.0.0.2", "10.0.0.3"]},
+            "3 machines keep the supervisor's state: any 1 of them may be lost",
+        ),
+        (
             "server_moved",
             {"slot": 2, "machine": "m", "step": 3},
             "server 2 on m is ended, to start anew on a machine of its own",

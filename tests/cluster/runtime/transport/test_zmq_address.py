@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.protocol.messages import Peer
+from holdfast.cluster.runtime.transport.address import host_of
 from holdfast.cluster.runtime.transport.private import private_folder
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
 from holdfast.errors import ConfigError
@@ -128,3 +129,8 @@ def test_an_address_that_is_taken() -> None:
         pytest.raises(ConfigError, match=taken),
     ):
         ZmqTransport(other, JOB, server.endpoint, KEYS.of(other))
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1"])
+def test_the_host_of_an_endpoint(host: str) -> None:
+    assert host_of(f"tcp://[{host}]:4000" if ":" in host else f"tcp://{host}:4000") == host

@@ -48,6 +48,11 @@ def check_reachable(endpoint: str, *, encrypted: bool) -> None:
         raise ConfigError(f"{endpoint!r} has no port: expected an address such as tcp://127.0.0.1:4000")
 
 
+def host_of(endpoint: str) -> str:
+    """The host in a TCP endpoint."""
+    return endpoint.partition("://")[2].rpartition(":")[0].strip("[]")
+
+
 def _parts(address: str, encrypted: bool) -> tuple[str, str]:
     """Host and port; both empty for ipc."""
     scheme, _, rest = address.partition("://")
