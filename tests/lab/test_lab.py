@@ -18,7 +18,7 @@ WHY_NOT = unavailable() or ("" if importlib.util.find_spec("ray") else "Ray is n
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
-IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "user_killed")
+IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "controller_lost", "user_killed")
 
 
 @pytest.mark.soak

@@ -53,7 +53,7 @@ _START_SECONDS = 60.0
 _AGAIN_SECONDS = 0.2
 _CALLS_AT_ONCE = 8
 _CALL_SECONDS = 5.0
-_SUCCESSION_SECONDS = 6.0
+_SUCCESSION_SECONDS = 5.0
 """After so long without a sign of life of the controller, an agent starts another one."""
 _TO_START_SECONDS = 30.0
 """A controller that was started may be silent for so long."""
@@ -131,21 +131,20 @@ class _AgentActor(Agent):
     def _guard(self) -> None:
         """Start another controller when this one gives no sign of life, neither here nor to Ray."""
         patience = _SUCCESSION_SECONDS + self._number * _ALIVE_SECONDS  # not all agents at the same time
-        heard, due = self._heard, self._heard + patience
-        beat, changed = b"", self._heard
+        heard, beat, due = self._heard, b"", self._heard + patience
         while not self._ending:
             time.sleep(_ALIVE_SECONDS / 2)
             now = time.monotonic()
             if self._heard != heard:
-                heard, due = self._heard, self._heard + patience
+                heard = self._heard
             elif now > heard + _ORPHAN_SECONDS:
                 self._end()
-            elif now > due:
+            elif now > heard + 2 * _ALIVE_SECONDS:
                 with contextlib.suppress(Exception):  # Ray's head may be away for a while
-                    seen = self._records.get("alive") or b""
+                    seen = f"{heard} {self._records.get('alive')!r}".encode()
                     if seen != beat:
-                        beat, changed = seen, now
-                    elif now > changed + patience and not self._ending:
+                        beat, due = seen, now + patience
+                    elif now > due and not self._ending:
                         due = now + _TO_START_SECONDS
                         self._succeed()
 
@@ -290,8 +289,10 @@ class RayEngine:
         self._job, self._vault_keys = left.job, left.vault_keys
         # The earlier one may have opened a further one on each machine, and told nobody.
         self._vaults_opened = max((v.slot for v in left.vaults), default=0) + 1 + len(self._machines)
+        for machine in self._machines:
+            machine.known = True  # if it has no agent, nothing runs there
         for number, actor in _agents(left.group):
-            self._machines[number].actor = actor
+            self._machines[number].actor, self._machines[number].known = actor, False
         here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._say("controller_replaced", here)
         self._start_threads()
@@ -336,7 +337,7 @@ class RayEngine:
             return frozenset(self._peers) | {each.me for each in self._pending} if self._knows_all() else None
 
     def _knows_all(self) -> bool:
-        late = time.monotonic() > self._began + 2 * self._options.silent_seconds
+        late = time.monotonic() > self._began + self._options.silent_seconds
         return not self._inherits or late or all(machine.known for machine in self._machines)
 
     def warm(self, role: str, slot: int | None = None) -> None:
@@ -885,11 +886,14 @@ class RayHosted:
     def find(cls, options: Ray, name: str) -> RayHosted:
         """The one with this name. Raises ConfigError if there is none."""
         _connect(options)
-        try:
-            return cls(ray.get_actor(name, namespace=NAMESPACE), name)
-        except ValueError:
-            names = ", ".join(hosted_names(options)) or "none"
-            raise ConfigError(f"the cluster has no job {name!r}: it has {names}") from None
+        end = time.monotonic() + _TO_START_SECONDS
+        while True:
+            with contextlib.suppress(ValueError):
+                return cls(ray.get_actor(name, namespace=NAMESPACE), name)
+            if _Records(name).get("hosted") is None or time.monotonic() > end:
+                names = ", ".join(hosted_names(options)) or "none"
+                raise ConfigError(f"the cluster has no job {name!r}: it has {names}")
+            time.sleep(_AGAIN_SECONDS)  # its controller was lost, and another one is starting
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method. Raises TimeoutError if there is no answer now: another actor may be taking over."""
