@@ -305,7 +305,7 @@ def _open_engine(config: Config, folder: Path, succession: Succession) -> Iterat
         placement = Placement(job.servers, code.k, code.r, rings)
     open_engine = _ray().RayEngine(
         folder, job.engine, placement, job.workers, STATE_FILE, controller=succession.launcher,
-        journal=succession.journal, inheritance=succession.inheritance,
+        journal=succession.journal, inheritance=succession.inheritance, again=succession.again,
     )  # fmt: skip
     with open_engine as engine:
         yield engine

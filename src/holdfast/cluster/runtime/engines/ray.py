@@ -207,6 +207,7 @@ class RayEngine:
         controller: the number of the controller that uses it.
         journal: the run's log, of which agents keep copies.
         inheritance: what the engine of an earlier controller has left, whose agents this one takes over.
+        again: whether the job starts anew after a loss: then fewer machines may do.
     """
 
     most_vaults = 256
@@ -222,6 +223,7 @@ class RayEngine:
         controller: int = 1,
         journal: Journal | None = None,
         inheritance: Inheritance | None = None,
+        again: bool = False,
     ) -> None:
         self._folder = folder
         self._state_file = state_file
@@ -250,6 +252,8 @@ class RayEngine:
         self._threads: list[threading.Thread] = []
         _connect(options)
         count = inheritance.machines if inheritance else options.machines or _machines_alive()
+        if again:
+            count = _enough(placement, count, _machines_alive())
         self.home = _spread(placement, count, options)
         """The machine of each server, as planned."""
         self._machines = [_Machine(number) for number in range(count + options.spares)]
@@ -713,6 +717,13 @@ def _nodes_alive() -> list[dict[str, Any]]:
 
 def _machines_alive() -> int:
     return sum(bool(node["Resources"].get("CPU")) for node in _nodes_alive())
+
+
+def _enough(placement: Placement, wanted: int, there: int) -> int:
+    """How many machines to use where fewer may be there than wanted: those, if the code covers the loss of
+    any of them."""
+    covers = not placement.r or (there > 0 and spread(placement, there) is not None)
+    return there if there < wanted and covers else wanted
 
 
 def _spread(placement: Placement, machines: int, options: Ray) -> tuple[int, ...]:
