@@ -252,11 +252,14 @@ class RayEngine:
         self._threads: list[threading.Thread] = []
         _connect(options)
         count = inheritance.machines if inheritance else options.machines or _machines_alive()
+        spares = inheritance.spares if inheritance else options.spares
         if again:
-            count = _enough(placement, count, _machines_alive())
+            there = _machines_alive()
+            count = _enough(placement, count, there)
+            spares = min(spares, max(0, there - count))
         self.home = _spread(placement, count, options)
         """The machine of each server, as planned."""
-        self._machines = [_Machine(number) for number in range(count + options.spares)]
+        self._machines = [_Machine(number) for number in range(count + spares)]
         self._inherits = inheritance is not None
         try:
             if inheritance is not None:
@@ -265,7 +268,7 @@ class RayEngine:
                 self._group_name = f"{options.name}/{secrets.token_hex(3)}"
                 self._group = _place(self._group_name, self._machines, self._bundles(count, workers), options)
                 self._come_up()
-                record = Inheritance(self._group_name, count)
+                record = Inheritance(self._group_name, count, spares)
                 self._records.put("engine", msgspec.msgpack.encode(record))
         except BaseException:
             self.close(0.0)
