@@ -68,6 +68,7 @@ _SLOW_SECONDS = 8.0
 _SLICE_SECONDS = 0.08
 _STEPS_BETWEEN = 50
 _SCRUB_SECONDS = 2.0
+_RAYLET = "/raylet/raylet"
 
 
 def run_on_machines(options: ChaosOptions, on_line: Callable[[str], None]) -> ChaosResult:
@@ -140,7 +141,7 @@ class MachineTrial:
             began, whole = time.monotonic(), len(self._job.events("redundancy_restored"))
             getattr(self, f"_{kind}")()
             self._wait_until_whole()
-            self._job.wait(lambda: self._is_spread() and self._all_have_vaults(), _WHOLE_SECONDS)
+            self._wait_until_spread()
             self._wait_until_whole()  # a server that has moved recovers its rows once more
             self.result.faults[kind] += 1
             with contextlib.suppress(NoSuchVersion):
@@ -248,6 +249,22 @@ class MachineTrial:
         """Until all rows and parities are back, and training goes on."""
         self._go_on()
         self._job.wait(self._is_whole, _WHOLE_SECONDS)
+
+    def _wait_until_spread(self) -> None:
+        """Until each server has a machine of its own again. A machine that Ray has given up while nobody was
+        there to say so, between two controllers, gets its Ray again."""
+        end = time.monotonic() + _WHOLE_SECONDS
+        while True:
+            try:
+                self._job.wait(lambda: self._is_spread() and self._all_have_vaults(), _WHOLE_SECONDS / 6)
+                return
+            except HoldfastError:
+                if self._job.process.poll() is not None or time.monotonic() > end:
+                    raise
+            for host in self._cluster.machines:
+                if not host.find(_RAYLET):
+                    host.crash()
+                    self._cluster.switch_on(host)
 
     def _is_whole(self) -> bool:
         started = [

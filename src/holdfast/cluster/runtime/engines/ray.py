@@ -56,8 +56,8 @@ _CALLS_AT_ONCE = 8
 _CALL_SECONDS = 5.0
 _SUCCESSION_SECONDS = 5.0
 """After so long without a sign of life of the controller, an agent starts another one."""
-_TO_START_SECONDS = 30.0
-"""A controller that was started may be silent for so long."""
+_TO_START_SECONDS = 10.0
+"""How long it may take to start a process in which a controller is to run."""
 _ORPHAN_SECONDS = 900.0
 """After so long without any controller, an agent ends itself and all processes of its machine."""
 _ALIVE_SECONDS = 1.0
@@ -132,11 +132,13 @@ class _AgentActor(Agent):
     def _guard(self) -> None:
         """Start another controller when this one gives no sign of life, neither here nor to Ray."""
         patience = _SUCCESSION_SECONDS + self._number * _ALIVE_SECONDS  # not all agents at the same time
-        heard, beat, due = self._heard, b"", self._heard + patience
+        heard, beat, due, now = self._heard, b"", self._heard + patience, self._heard
         while not self._ending:
             time.sleep(_ALIVE_SECONDS / 2)
-            now = time.monotonic()
-            if self._heard != heard:
+            before, now = now, time.monotonic()
+            if now > before + 2 * _ALIVE_SECONDS:
+                due = now + patience  # this machine stood still itself, so it cannot tell who was silent
+            elif self._heard != heard:
                 heard = self._heard
             elif now > heard + _ORPHAN_SECONDS:
                 self._end()
@@ -159,7 +161,7 @@ class _AgentActor(Agent):
             path, arguments = msgspec.msgpack.decode(hosted)
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(self._job, namespace=NAMESPACE))
-            _host(self._job, path, {**arguments, "number": self._controller}, patience=_TO_START_SECONDS)
+            _host(self._job, path, {**arguments, "number": self._controller}, _TO_START_SECONDS)
 
     def _end(self) -> None:
         self.close(1.0)
@@ -305,17 +307,6 @@ class RayEngine:
             thread = threading.Thread(target=self._follow, args=(machine,), name="machine", daemon=True)
             self._threads.append(thread)
             thread.start()
-        alive = threading.Thread(target=self._show_life, name="alive", daemon=True)
-        self._threads.append(alive)
-        alive.start()
-
-    def _show_life(self) -> None:
-        """Let agents that this controller cannot reach know, by Ray, that it is there."""
-        beat = 0
-        while not self._closing.wait(_ALIVE_SECONDS):
-            beat += 1
-            with contextlib.suppress(Exception):  # Ray's head may be away for a while
-                self._records.put("alive", f"{self.launcher}/{beat}".encode())
 
     def _come_up(self) -> None:
         self._start_threads()
@@ -812,18 +803,32 @@ def _remove_agents(job: str) -> None:
 class _Host:
     """An actor that runs an object of a class that this module does not know.
 
+    It shows that it lives in Ray's store, for agents that it cannot reach.
+
     Args:
+        job: the actor's name.
         path: the import path of the class, "package.module:Class".
         arguments: of its constructor.
     """
 
-    def __init__(self, path: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, job: str, path: str, arguments: dict[str, Any]) -> None:
+        self._records = _Records(job)
+        self._is_removed = False
+        threading.Thread(target=self._show_life, name="alive", daemon=True).start()
         module, _, name = path.partition(":")
         self._object = getattr(importlib.import_module(module), name)(**arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object."""
+        self._is_removed = self._is_removed or method == "remove"
         return getattr(self._object, method)(*arguments)
+
+    def _show_life(self) -> None:
+        beat = f"{secrets.token_hex(4)}/"
+        while not self._is_removed:
+            with contextlib.suppress(Exception):  # Ray's head may be away for a while
+                self._records.put("alive", f"{beat}{time.monotonic()}".encode())
+            time.sleep(_ALIVE_SECONDS)
 
 
 class RayHosted:
@@ -882,11 +887,13 @@ class RayHosted:
 
     def kill(self) -> None:
         """End the actor, the agents that it has started, and their processes."""
-        _Records(self._name).delete()  # nobody takes over
+        records = _Records(self._name)
+        records.delete("hosted")  # from here on, nobody takes over
         with contextlib.suppress(RayError):
             ray.get(self._actor.call.remote("remove"), timeout=_PATIENCE_SECONDS)
         ray.kill(self._actor)
         _remove_agents(self._name)
+        records.delete()
 
 
 def _host(name: str, path: str, arguments: dict[str, Any], patience: float = 0.0) -> Any:
@@ -906,7 +913,7 @@ def _host(name: str, path: str, arguments: dict[str, Any], patience: float = 0.0
                     max_concurrency=_CALLS_AT_ONCE,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
                 )
-                .remote(path, arguments)
+                .remote(name, path, arguments)
             )
         except ValueError as error:
             if "already taken" not in str(error) and "already exists" not in str(error):
