@@ -168,6 +168,56 @@ def placement_is_mended(cluster: RayCluster) -> None:
     stop(cluster, job)
 
 
+def drain(cluster: RayCluster, job: RayJob, host: Host, seconds: int | None) -> None:
+    """A machine is drained, and nothing of the job is there any more when it loses power."""
+    cluster.drain(host, seconds)
+    job.wait(lambda: host.address in [event["machine"] for event in job.events("machine_drained")])
+    assert host.address not in job.machines()
+    moved_at = max((event["time"] for event in job.events("server_moved")), default=0.0)
+    job.wait(lambda: any(event["time"] > moved_at for event in job.events("redundancy_restored")))
+    lost = len(job.events("server_lost"))
+    host.power_off()
+    gone = len(job.events("machine_lost")) + 1
+    job.wait(lambda: len(job.events("machine_lost")) == gone)
+    go_on(job)
+    assert len(job.events("server_lost")) == lost, "nothing was there to be lost"
+    assert host.address not in job.machines()
+
+
+@scenario
+def machines_drained(cluster: RayCluster) -> None:
+    """Machines are drained before they lose power: one with a server and a worker, then the supervisor's."""
+    job = begin(cluster, *ENDLESS)
+    host = job.host_of("worker", without=("supervisor",))
+    here = {slot for slot in range(3) if job.machine_of("server", slot) == host.address}
+    drain(cluster, job, host, None)
+    assert {event["slot"] for event in job.events("server_moved")} == here
+    assert len(job.events("worker_moved")) == 1
+    assert not job.events("supervisor_moved")
+    host = job.host_of("supervisor")
+    drain(cluster, job, host, 120)
+    assert [event["machine"] for event in job.events("supervisor_moved")] == [host.address]
+    moved = job.events("server_moved")
+    assert len(job.events("server_lost")) == len(moved), "only servers that moved came back"
+    stop(cluster, job)
+
+
+@scenario
+def drained_in_a_hurry(cluster: RayCluster) -> None:
+    """Of a machine with two servers, both leave at once if it goes soon: the code covers that."""
+    code = "job.protection={kind: erasure-code, k: 4, r: 2, scrub_seconds: 3}"
+    job = begin(cluster, *ENDLESS, "job.servers=6", code)
+    machines = [job.machine_of("server", slot) for slot in range(6)]
+    host = cluster.host_at(max(machines, key=machines.count))
+    here = [slot for slot, machine in enumerate(machines) if machine == host.address]
+    assert len(here) == 2, machines
+    drain(cluster, job, host, 8)
+    moved = job.events("server_moved")
+    assert [event["slot"] for event in moved] == here
+    assert moved[1]["time"] - moved[0]["time"] < 0.5
+    stop(cluster, job)
+
+
 @scenario
 def user_killed(cluster: RayCluster) -> None:
     """The user's process is killed. The job goes on, and whoever attaches later misses nothing."""

@@ -34,6 +34,7 @@ from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.report.failures import Failures, SpeedMeter, lost_rows_path
 from holdfast.cluster.report.result import JobResult, SaveLedger, count, in_short
 from holdfast.cluster.runtime.engines.base import Engine
+from holdfast.cluster.runtime.engines.draining import Evacuation
 from holdfast.cluster.runtime.keys import JobKeys
 from holdfast.cluster.runtime.loop import send_outbox
 from holdfast.cluster.runtime.node import Assignment
@@ -202,7 +203,7 @@ class Launcher:
 
     def kill(self, role: Role, slot: int) -> None:
         """Send SIGKILL to the process in a slot."""
-        peer = self._current.get((role, slot))
+        peer = self._template.me if role == "supervisor" else self._current.get((role, slot))
         if peer is not None:
             self._engine.signal(peer, signal.SIGKILL)
 
@@ -249,6 +250,9 @@ class Runner:
     _calm_since: float = 0.0
     _state: bytes = b""
     """The supervisor's state file, as it was read last."""
+
+    def __post_init__(self) -> None:
+        self._evacuation = Evacuation(self.plan.placement, self.say)
 
     def run(
         self,
@@ -400,6 +404,9 @@ class Runner:
                 self.say("spread_restored" if is_spread else "spread_lost")
             self._is_spread = is_spread
         now = time.monotonic()
+        for peer in self._evacuation.next(self.engine.draining(), status, now):
+            launcher.kill(peer.role, peer.slot)
+            self._calm_since = now
         if status.degraded or status.phase != "running" or is_spread is not False:
             self._calm_since = now
         elif now > self._calm_since + _CALM_SECONDS:
@@ -408,6 +415,7 @@ class Runner:
             if server is not None:
                 machine = self.engine.machine(server)
                 self.say("server_moved", slot=server.slot, machine=machine, step=status.steps)
+                self._evacuation.wait_for(server, now)
                 launcher.kill("server", server.slot)
 
     def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:

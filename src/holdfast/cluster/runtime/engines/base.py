@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from msgspec import Struct
+
 from holdfast.cluster.protocol.messages import Board, Exit, Peer
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Assignment
+
+
+class Draining(Struct, frozen=True):
+    """A machine that will be taken away."""
+
+    machine: str
+    until: float | None
+    """When, by the monotonic clock; None: that is not known."""
+    peers: tuple[Peer, ...] = ()
+    """What runs there."""
+    elsewhere: bool = True
+    """Whether there is another machine for it."""
 
 
 class Engine(Protocol):
@@ -48,6 +62,9 @@ class Engine(Protocol):
     def misplaced(self) -> Peer | None:
         """A server that should start anew on another machine, so that the code covers more; None: no one.
         Its next process starts there."""
+
+    def draining(self) -> Sequence[Draining]:
+        """The machines that will be taken away. Processes that start anew start elsewhere."""
 
     def exited(self) -> list[Exit]:
         """The processes that have ended since the last call."""

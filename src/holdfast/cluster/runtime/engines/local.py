@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 
 from holdfast.cluster.protocol.messages import Board, Exit, Peer
+from holdfast.cluster.runtime.engines.base import Draining
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
 from holdfast.errors import ConfigError
@@ -265,6 +266,10 @@ class LocalLauncher:
     def misplaced(self) -> Peer | None:
         """There is one machine."""
         return None
+
+    def draining(self) -> Sequence[Draining]:
+        """Nobody says so."""
+        return ()
 
     def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
         """There are none: the supervisor's state is in a file."""

@@ -21,12 +21,15 @@ from typing import Any
 
 import msgspec
 import ray
+from ray._private.state import state as ray_state
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from holdfast.cluster.protocol.messages import Board, Exit, Peer, VaultAt
 from holdfast.cluster.runtime.engines.agent import NEWS, Agent
+from holdfast.cluster.runtime.engines.base import Draining
+from holdfast.cluster.runtime.engines.draining import Notices
 from holdfast.cluster.runtime.files import FileNews, write_part
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
@@ -65,6 +68,8 @@ class _Machine:
     number: int
     name: str = ""
     """Its address; "" while no agent is up."""
+    node: str = ""
+    """Ray's id of it."""
     actor: Any = None
     heard: float = 0.0
     acknowledged: int = 0
@@ -116,6 +121,7 @@ class RayEngine:
         self._group: PlacementGroup | None = None
         self._threads: list[threading.Thread] = []
         _connect(options)
+        self._notices = Notices(_draining_nodes)
         count = options.machines or _machines_alive()
         self.home = _spread(placement, count, options)
         """The machine of each server, as planned."""
@@ -158,7 +164,7 @@ class RayEngine:
         """Start a spare process of this role where this slot will run; without a slot, one on each
         machine."""
         with self._lock:
-            up = [machine for machine in self._machines if machine.actor is not None]
+            up = [m for m in self._machines if m.actor is not None and m.node not in self._notices()]
             if slot is not None and up:
                 up = [up[self._home_of(role, slot) % len(up)]]
             for machine in up:
@@ -204,7 +210,7 @@ class RayEngine:
         starts there."""
         with self._lock:
             at = self._servers_at()
-            usable = [machine.number for machine in self._machines if self._is_usable(machine)]
+            usable = [machine.number for machine in self._usable()]
             if at is None or not usable or not self._placement.r:
                 return None
             move = next_move(self._placement, at, self.home, usable)
@@ -212,6 +218,19 @@ class RayEngine:
                 return None
             slot, self._targets[slot] = move
             return next(p for p in self._peers if (p.role, p.slot) == ("server", slot))
+
+    def draining(self) -> Sequence[Draining]:
+        """The machines that Ray says will be taken away."""
+        until = self._notices()
+        if not until:
+            return ()
+        with self._lock:
+            elsewhere = any(machine.node not in until for machine in self._usable())
+            return [
+                Draining(machine.name, until[machine.node], tuple(self._peers_on(machine)), elsewhere)
+                for machine in self._machines
+                if machine.actor is not None and machine.node in until
+            ]
 
     def _servers_at(self) -> list[int] | None:
         """The machine of each server; None if not all run."""
@@ -275,13 +294,16 @@ class RayEngine:
         """
         board, heard = self._board(), self._board(self._options.silent_seconds)
         if 2 * len(heard) > len(board):
-            self._announced = msgspec.structs.replace(self._announced, vaults=heard)
+            leaving = {m.vault for m in self._machines if m.node in self._notices()}
+            stay = tuple(vault for vault in heard if vault not in leaving)
+            self._announced = msgspec.structs.replace(self._announced, vaults=stay or heard)
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """End all processes and agents, and copy what they wrote last. Closing twice does no harm."""
         if self._closing.is_set():
             return
         self._closing.set()
+        self._notices.close()
         for thread in self._threads:
             thread.join(_PLACE_SECONDS)
         up = [machine for machine in self._machines if machine.actor is not None]
@@ -319,6 +341,15 @@ class RayEngine:
         silent = time.monotonic() - machine.heard
         return machine.actor is not None and bool(machine.name) and silent < self._options.silent_seconds / 2
 
+    def _usable(self) -> list[_Machine]:
+        """The machines on which processes may start: those that will be taken away only if there is no
+        other."""
+        usable = [machine for machine in self._machines if self._is_usable(machine)]
+        return [machine for machine in usable if machine.node not in self._notices()] or usable
+
+    def _peers_on(self, machine: _Machine) -> list[Peer]:
+        return [peer for peer, at in self._peers.items() if at is machine]
+
     def _start(self, assignment: Assignment) -> None:
         machine = self._choose(assignment.me)
         if machine is None:
@@ -329,7 +360,7 @@ class RayEngine:
         machine.starting[assignment.me] = call, time.monotonic()
 
     def _choose(self, peer: Peer) -> _Machine | None:
-        usable = {machine.number: machine for machine in self._machines if self._is_usable(machine)}
+        usable = {machine.number: machine for machine in self._usable()}
         if not usable:
             return None
         target = self._targets.pop(peer.slot, None) if peer.role == "server" else None
@@ -406,14 +437,14 @@ class RayEngine:
                 if self._closing.is_set():
                     ray.kill(actor)
                     raise GetTimeoutError
-            name, _ = ray.get(where)
+            name, node = ray.get(where)
         except BaseException:
             ray.kill(actor)
             raise
         with self._lock:
             machine.actor, machine.heard = actor, time.monotonic()
             machine.acknowledged, machine.offsets, machine.cut_line = 0, {}, {}
-            machine.name = name
+            machine.name, machine.node = name, node
         if self._vault_keys:  # one that is found later
             self._open_vault(machine, self._job, self._vault_keys)
             self._say("machine_found", name)
@@ -442,7 +473,7 @@ class RayEngine:
         with self._lock:
             if machine.name and not self._closing.is_set():
                 self._say("machine_lost", machine.name)
-            lost = [peer for peer, at in self._peers.items() if at is machine]
+            lost = self._peers_on(machine)
             if machine.actor is not None:
                 ray.kill(machine.actor)  # it may have raised an error, and live
             for peer in lost:
@@ -508,6 +539,12 @@ def _connect(options: Ray) -> None:
 
 def _nodes_alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _draining_nodes() -> dict[str, float]:
+    """When the nodes go of which Ray says that they will be taken away, in Unix seconds; 0: at any time."""
+    said: dict[str, int] = ray_state.get_draining_nodes()
+    return {node: deadline_ms / 1000 for node, deadline_ms in said.items()}
 
 
 def _machines_alive() -> int:
