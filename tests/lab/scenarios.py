@@ -7,6 +7,7 @@ The first host has Ray's head and the user; the job's machines are the others.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ SETTINGS = (
 ONE_AFTER_THE_OTHER = ("job.workers=1", "job.staleness=0")
 """The result is then the same to the bit, however long anything takes."""
 ENDLESS = "max_steps=1000000", "data.samples=256000000"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ray_own_model"
 BEFORE = 100
 """Steps before anything happens."""
 SCENARIOS: dict[str, Callable[[RayCluster], None]] = {}
@@ -216,6 +218,25 @@ def drained_in_a_hurry(cluster: RayCluster) -> None:
     assert [event["slot"] for event in moved] == here
     assert moved[1]["time"] - moved[0]["time"] < 0.5
     stop(cluster, job)
+
+
+@scenario
+def own_model(cluster: RayCluster) -> None:
+    """The example of a model that only the user's machine has. Ray takes it to all others, also to one that
+    starts a process later, when the user's folder is gone."""
+    folder = cluster.folder / "example"
+    shutil.copytree(EXAMPLE, folder)
+    cluster.user_folder = folder
+    job = RayJob.start(cluster, ["data.arguments.samples=256000000", "report_every=10", SETTINGS[1]], folder / "job.yaml")
+    job.wait(lambda: job.step() > BEFORE, 300.0)
+    shutil.rmtree(folder)
+    worker = job.host_of("worker", without=("supervisor",))
+    worker.power_off()
+    job.wait(lambda: job.events("redundancy_restored"))
+    job.wait(lambda: [event for event in job.events("worker_started") if event["incarnation"] > 1])
+    go_on(job)
+    stop(cluster, job)
+    assert job.finish()["auc"] > 0.6
 
 
 @scenario
