@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.testing.lab import Host, Lab, command_line
-from holdfast.testing.ray_cluster import NAME, NODE, RayCluster, RayJob, local_job
+from holdfast.testing.ray_cluster import CPUS, NAME, NODE, RayCluster, RayJob, local_job
 
 HOSTS = 5
 STEPS = 3000
@@ -227,7 +227,9 @@ def own_model(cluster: RayCluster) -> None:
     folder = cluster.folder / "example"
     shutil.copytree(EXAMPLE, folder)
     cluster.user_folder = folder
-    job = RayJob.start(cluster, ["data.arguments.samples=256000000", "report_every=10", SETTINGS[1]], folder / "job.yaml")
+    job = RayJob.start(
+        cluster, ["data.arguments.samples=256000000", "report_every=10", SETTINGS[1]], folder / "job.yaml"
+    )
     job.wait(lambda: job.step() > BEFORE, 300.0)
     shutil.rmtree(folder)
     worker = job.host_of("worker", without=("supervisor",))
@@ -237,6 +239,17 @@ def own_model(cluster: RayCluster) -> None:
     go_on(job)
     stop(cluster, job)
     assert job.finish()["auc"] > 0.6
+
+
+@scenario
+def no_room(cluster: RayCluster) -> None:
+    """A job that reserves more memory than machines have is refused, with both numbers."""
+    job = RayJob.start(cluster, [*SETTINGS, "job.engine.server_memory=1000000000000"])
+    job.process.wait(240.0)
+    said = " ".join(job.log.read_text().split())
+    assert job.process.returncode == 1, said
+    assert "no room for 4 machines with 2 CPUs and 2 TB of memory free on each: it has 10.77.0." in said
+    assert f"{CPUS} CPUs and " in said
 
 
 @scenario

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.memory import with_estimates
 from holdfast.cluster.protocol.messages import Happening, Status
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.remote import CONTROLLER, Remote
@@ -35,7 +36,6 @@ from holdfast.cluster.runtime.transport.address import check_shared
 from holdfast.cluster.saving.failures import log
 from holdfast.cluster.server.witness import ROWS_FOLDER
 from holdfast.cluster.supervisor.process import STATE_FILE
-from holdfast.coding.placement import Placement
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import ConfigError, DataLoss, StoreLocked
@@ -219,12 +219,18 @@ class Job:
         lost: tuple[str, ...] = ()
         earlier: Runner | None = None
         while True:
-            with _open_engine(config, folder) as engine:
+            plan = None
+            if job.engine != "local":  # which must know how much memory to reserve
+                plan = plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
+            with _open_engine(config, folder, plan) as engine:
                 # Processes import their modules while this one makes the plan.
                 for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
                     for slot in range(count):
                         engine.warm(role, slot)
-                plan = plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
+                if plan is None:
+                    plan = (
+                        plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
+                    )
                 runner = Runner(plan, engine, folder, events, bind, kills)
                 if earlier is not None:
                     if plan.resume is None:
@@ -257,19 +263,15 @@ def _ray() -> ModuleType:
 
 
 @contextlib.contextmanager
-def _open_engine(config: Config, folder: Path) -> Iterator[Engine]:
+def _open_engine(config: Config, folder: Path, plan: JobPlan | None) -> Iterator[Engine]:
     """The engine that the configuration asks for; at the end, all processes are ended."""
     job = config.job
-    if job.engine == "local":
+    if job.engine == "local" or plan is None:
         with LocalLauncher(folder, environment=_environment()) as launcher:
             yield launcher
         return
-    code = job.code
-    placement = Placement(job.servers)
-    if code is not None:
-        rings = job.servers // (code.k + code.r) if code.rings else 1
-        placement = Placement(job.servers, code.k, code.r, rings)
-    with _ray().RayEngine(folder, job.engine, placement, job.workers, STATE_FILE) as engine:
+    options = with_estimates(job.engine, plan)
+    with _ray().RayEngine(folder, options, plan.placement, job.workers, STATE_FILE) as engine:
         yield engine
 
 

@@ -30,6 +30,7 @@ from holdfast.cluster.protocol.messages import Board, Exit, Peer, VaultAt
 from holdfast.cluster.runtime.engines.agent import NEWS, Agent
 from holdfast.cluster.runtime.engines.base import Draining
 from holdfast.cluster.runtime.engines.draining import Notices
+from holdfast.cluster.runtime.engines.room import room_for, room_in_words
 from holdfast.cluster.runtime.files import FileNews, write_part
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
@@ -135,15 +136,10 @@ class RayEngine:
 
     def _bundles(self, count: int, workers: int) -> list[dict[str, float]]:
         """What each machine must have free: enough for its processes and those of a lost machine."""
-        options = self._options
         servers = max(self.home.count(machine) for machine in range(count))
-        bundle = {"CPU": options.server_cpus * servers + options.worker_cpus * -(-workers // count)}
-        memory = options.server_memory * servers + options.worker_memory * -(-workers // count)
-        if memory:
-            bundle["memory"] = float(memory)
-        return [{name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}] * len(
-            self._machines
-        )
+        workers_here = -(-workers // count)
+        room = room_for(self._options, servers=servers, workers=workers_here, machines=count)
+        return [room] * len(self._machines)
 
     def _come_up(self) -> None:
         for machine in self._machines:
@@ -566,12 +562,13 @@ def _place(machines: Sequence[_Machine], bundles: list[dict[str, float]], option
     if not group.wait(_PLACE_SECONDS):
         remove_placement_group(group)
         have = ", ".join(
-            f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPUs)"
-            for node in _nodes_alive()
+            f"{node['NodeManagerAddress']} ({room_in_words(node['Resources'])})" for node in _nodes_alive()
         )
+        wanted = room_in_words(bundles[0])
         raise ConfigError(
-            f"the Ray cluster has no room for {len(machines)} machines with {bundles[0]} free on each: it "
-            f"has {have}; add machines, or lower job.engine.machines, spares, server_cpus or worker_cpus"
+            f"the Ray cluster has no room for {len(machines)} machines with {wanted} free on each: it has "
+            f"{have}, some of which others may use; add machines, or lower job.engine.machines, "
+            "spares, server_cpus, worker_cpus, server_memory or worker_memory"
         )
     return group
 
