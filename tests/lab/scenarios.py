@@ -231,6 +231,9 @@ def own_model(cluster: RayCluster) -> None:
         cluster, ["data.arguments.samples=256000000", "report_every=10", SETTINGS[1]], folder / "job.yaml"
     )
     job.wait(lambda: job.step() > BEFORE, 300.0)
+    pids = [pid for host in cluster.machines for pid in host.find(NODE)]
+    folders = {str(Path(f"/proc/{pid}/cwd").readlink().parent.name) for pid in pids}
+    assert folders == {"working_dir_files"}, folders
     shutil.rmtree(folder)
     worker = job.host_of("worker", without=("supervisor",))
     worker.power_off()
@@ -250,6 +253,21 @@ def no_room(cluster: RayCluster) -> None:
     assert job.process.returncode == 1, said
     assert "no room for 4 machines with 2 CPUs and 2 TB of memory free on each: it has 10.77.0." in said
     assert f"{CPUS} CPUs and " in said
+
+
+@scenario
+def first_job(cluster: RayCluster) -> None:
+    """Machines that never ran a job all compile before any process starts, each for itself, and say so."""
+    empty = cluster.lab[1].private / "numba"
+    variables = f"{{NUMBA_CACHE_DIR: {empty}, XDG_CACHE_HOME: {empty}}}"
+    job = begin(cluster, f"job.engine.runtime_env={{env_vars: {variables}}}")
+    addresses = {host.address for host in cluster.machines}
+    assert {event["machine"] for event in job.events("machine_compiling")} == addresses
+    compiled = job.events("machine_compiled")
+    assert {event["machine"] for event in compiled} == addresses
+    assert max(event["time"] for event in compiled) < job.events("job_started")[0]["time"]
+    assert min(event["after_seconds"] for event in compiled) > 1.0
+    check_complete(job)
 
 
 @scenario

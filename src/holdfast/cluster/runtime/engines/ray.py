@@ -45,6 +45,7 @@ _LOOK_SECONDS = 0.25
 _PATIENCE_SECONDS = 0.5
 _PLACE_SECONDS = 60.0
 _START_SECONDS = 60.0
+_COMPILE_SECONDS = 300.0
 _AGAIN_SECONDS = 0.2
 _CALLS_AT_ONCE = 8
 _CALL_SECONDS = 5.0
@@ -81,6 +82,8 @@ class _Machine:
     state: bytes | None = None
     """The state file of a supervisor that runs there."""
     vault: VaultAt | None = None
+    compiling: float | None = None
+    """Since when it compiles what processes need."""
     starting: dict[Peer, tuple[Any, float]] = field(default_factory=dict)
     """Calls that start a process, and when they were made."""
 
@@ -152,6 +155,9 @@ class RayEngine:
                 raise JobFailed(
                     f"no agent of Holdfast came up on a machine within {_START_SECONDS:.0f} s: see Ray's logs"
                 )
+            time.sleep(_LOOK_SECONDS / 10)
+        end = time.monotonic() + _COMPILE_SECONDS  # then, each process compiles what it lacks
+        while any(machine.compiling for machine in self._machines) and time.monotonic() < end:
             time.sleep(_LOOK_SECONDS / 10)
 
     # The interface of an engine
@@ -434,13 +440,15 @@ class RayEngine:
                     ray.kill(actor)
                     raise GetTimeoutError
             name, node = ray.get(where)
+            is_compiling = ray.get(actor.compile.remote(), timeout=_START_SECONDS)
         except BaseException:
             ray.kill(actor)
             raise
         with self._lock:
-            machine.actor, machine.heard = actor, time.monotonic()
+            machine.actor, machine.heard, machine.compiling = actor, time.monotonic(), None
             machine.acknowledged, machine.offsets, machine.cut_line = 0, {}, {}
             machine.name, machine.node = name, node
+            self._note_compiling(machine, machine.heard, is_compiling=is_compiling)
         if self._vault_keys:  # one that is found later
             self._open_vault(machine, self._job, self._vault_keys)
             self._say("machine_found", name)
@@ -453,6 +461,7 @@ class RayEngine:
         with self._lock:
             machine.heard = now
             machine.pids, machine.state = dict(news.running), news.state
+            self._note_compiling(machine, now, is_compiling=news.compiling)
             for number, exited in news.exits:
                 if number > machine.acknowledged and self._peers.get(exited.peer) is machine:
                     self._end(exited.peer, exited)
@@ -463,6 +472,14 @@ class RayEngine:
         for file in news.files:
             self._write(machine, file, time.time() - news.time)
         return bool(news.files)
+
+    def _note_compiling(self, machine: _Machine, now: float, *, is_compiling: bool) -> None:
+        if is_compiling and machine.compiling is None:
+            machine.compiling = now
+            self._say("machine_compiling", machine.name)
+        elif not is_compiling and machine.compiling is not None:
+            took, machine.compiling = now - machine.compiling, None
+            self._say("machine_compiled", machine.name, after_seconds=round(took, 1))
 
     def _lose(self, machine: _Machine, error: BaseException) -> None:
         """The agent has died, and all of its processes with it."""
@@ -506,9 +523,9 @@ class RayEngine:
                     event["host"] = machine.name
                     events.write(msgspec.json.encode(event) + b"\n")
 
-    def _say(self, event: str, machine: str) -> None:
+    def _say(self, event: str, machine: str, **figures: Any) -> None:
         with contextlib.suppress(OSError), EventLog(self._folder) as events:
-            events.emit(event, machine=machine)
+            events.emit(event, machine=machine, **figures)
 
 
 def _known(machine: _Machine) -> tuple[int, dict[str, int]]:
