@@ -7,6 +7,7 @@ The first host has Ray's head and the user; the job's machines are the others.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.testing.lab import Host, Lab, command_line
-from holdfast.testing.ray_cluster import CPUS, NAME, NODE, RayCluster, RayJob, local_job
+from holdfast.testing.ray_cluster import (
+    CONTROLLER,
+    CPUS,
+    NAME,
+    NODE,
+    RayCluster,
+    RayJob,
+    local_job,
+)
 
 HOSTS = 5
 STEPS = 3000
@@ -285,6 +294,43 @@ def user_killed(cluster: RayCluster) -> None:
         event["step"] for event in job.events("progress")
     ][:5]
     assert cluster.jobs() == "no job is on the cluster"
+
+
+@scenario
+def controller_lost(cluster: RayCluster) -> None:
+    """The machine with the user's process, the controller and a server loses power. A machine that is left
+    starts another controller, the job goes on, and whoever attaches finds the whole log."""
+    cluster.user = lost = cluster.lab[2]
+    job = begin(cluster, *ENDLESS, "job.servers=4")
+    assert lost.find(CONTROLLER)
+    before = [event["step"] for event in job.events("progress")]
+    others = {job.machine_of("server", slot) for slot in range(4)} - {lost.address}
+    assert len(others) == 3
+    lost.power_off()
+    cluster.user = cluster.lab[1]
+    later = RayJob.attach(cluster)
+    later.wait(lambda: later.events("controller_replaced") and later.events("redundancy_restored"))
+    go_on(later)
+    assert {later.machine_of("server", slot) for slot in range(4)} == others
+    stop(cluster, later)
+    assert [event["step"] for event in later.events("progress")][: len(before) - 1] == before[:-1]
+    assert cluster.jobs() == "no job is on the cluster"
+
+
+@scenario
+def controllers_die(cluster: RayCluster) -> None:
+    """One controller after the other is killed. The processes of the job do not notice."""
+    job = begin(cluster, *ENDLESS)
+    started = len(job.events("process_started"))
+    for _ in range(3):
+        replaced = len(job.events("controller_replaced"))
+        (host,) = [host for host in cluster.lab.hosts.values() if host.find(CONTROLLER)]
+        (pid,) = host.find(CONTROLLER)
+        os.kill(pid, signal.SIGKILL)
+        while len(job.events("controller_replaced")) == replaced:
+            go_on(job)
+    assert len(job.events("process_started")) == started
+    stop(cluster, job)
 
 
 def main() -> None:

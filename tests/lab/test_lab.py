@@ -32,7 +32,7 @@ def test_a_lab_never_changes_the_machine() -> None:
         assert not set(there) & set(here)
 
 
-IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "user_killed")
+IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "controller_lost", "user_killed")
 
 
 @pytest.mark.soak

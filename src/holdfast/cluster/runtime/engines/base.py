@@ -24,12 +24,35 @@ class Draining(Struct, frozen=True):
     """Whether there is another machine for it."""
 
 
+class Inheritance(Struct, frozen=True):
+    """What an engine leaves to that of the next launcher."""
+
+    group: str
+    """By which it finds the processes."""
+    machines: int
+    """How many machines were asked for, without spares."""
+    job: str = ""
+    """The job's name in its messages, and all that follows, come from the launcher's charter."""
+    supervisor: str = ""
+    vaults: Board = ()
+    vault_keys: tuple[Keys, ...] = ()
+
+
 class Engine(Protocol):
     """Starts and watches processes. Calls do not block."""
 
     most_vaults: int
     """How many vaults for the supervisor's state it may ever open; 0: a restarted supervisor finds the run's
     folder."""
+
+    launcher: int
+    """The incarnation of the launcher that uses it; 0 where no other one can take over."""
+
+    def keep(self, charter: bytes) -> None:
+        """Keep what a launcher must know that takes over, where the end of this one does not reach it."""
+
+    def processes(self) -> frozenset[Peer] | None:
+        """The processes that run or are to start; None as long as that is not known of some machine."""
 
     def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
         """Open the first vaults. ``keys`` are those of all that it may open, in the order of their slots.
@@ -67,7 +90,8 @@ class Engine(Protocol):
         """The machines that will be taken away. Processes that start anew start elsewhere."""
 
     def exited(self) -> list[Exit]:
-        """The processes that have ended since the last call."""
+        """The processes that have ended since the last call. Raises JobFailed if another launcher has taken
+        over: then ``close`` leaves all processes to that one."""
 
     def read(self, name: str) -> bytes | None:
         """A file that the supervisor has written to the run's folder; None if it does not exist yet."""

@@ -32,7 +32,7 @@ class Notices:
     """Asks which machines will be taken away, in a thread of its own: the answer may take long.
 
     Args:
-        ask: returns their ids and when they go, in Unix seconds; 0: at any time.
+        ask: returns their names and when they go, in Unix seconds; 0: at any time.
         every_seconds: how often to ask.
     """
 
