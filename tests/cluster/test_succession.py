@@ -180,6 +180,18 @@ def test_the_log_says_what_has_happened(tmp_path: Path) -> None:
     assert Past().without([told, told]) == [told, told]
 
 
+@pytest.mark.parametrize(
+    ("said", "is_spread"),
+    [([], True), (["spread_lost"], False), (["spread_lost", "spread_restored"], True)],
+)
+def test_what_was_said_last_of_machines(tmp_path: Path, said: list[str], is_spread: bool) -> None:
+    """Servers may come to share a machine while no launcher is there to say so."""
+    with EventLog(tmp_path) as log:
+        for event in ["progress", *said]:
+            log.emit(event)
+    assert past_of(read_events(tmp_path)).is_spread == is_spread
+
+
 def test_training_time_includes_that_under_the_last_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.cluster.runner.time.time", lambda: 1000.0)
     clock = TrainingClock(0, lambda: 50.0, began=990.0)

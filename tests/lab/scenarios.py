@@ -333,10 +333,43 @@ def controllers_die(cluster: RayCluster) -> None:
     stop(cluster, job)
 
 
+@scenario
+def head_lost(cluster: RayCluster) -> None:
+    """Ray's head loses power, and comes back with what Redis has kept. The job, whose controller is
+    elsewhere, does not notice; then it can be stopped as ever."""
+    cluster.user = cluster.lab[2]
+    job = begin(cluster, *ENDLESS)
+    cluster.lab[1].power_off()
+    go_on(job)
+    cluster.switch_on(cluster.lab[1])
+    go_on(job)
+    assert not job.events("server_lost")
+    assert not job.events("controller_replaced")
+    stop(cluster, job)
+
+
+@scenario
+def head_lost_with_controller(cluster: RayCluster) -> None:
+    """The same, with the controller and the user's process beside the head."""
+    job = begin(cluster, *ENDLESS)
+    cluster.lab[1].power_off()
+    cluster.user = cluster.lab[2]
+    cluster.switch_on(cluster.lab[1])
+    later = RayJob.attach(cluster)
+    later.wait(lambda: later.events("controller_replaced"))
+    go_on(later)
+    assert not later.events("server_lost")
+    assert later.step() > job.step()
+    stop(cluster, later)
+
+
+WITH_REDIS = ("head_lost", "head_lost_with_controller")
+
+
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     signal.alarm(800)
-    with Lab(HOSTS) as lab, RayCluster(lab, folder) as cluster:
+    with Lab(HOSTS) as lab, RayCluster(lab, folder, redis=name in WITH_REDIS) as cluster:
         SCENARIOS[name](cluster)
 
 

@@ -29,7 +29,7 @@ from holdfast.cluster.server.process import prepare
 from holdfast.errors import HoldfastError, NoSuchVersion
 from holdfast.options import Ray
 from holdfast.testing.lab import Host, Lab, check_available, enclosed
-from holdfast.testing.ray_cluster import NAME, NODE, RayCluster, RayJob, started_by
+from holdfast.testing.ray_cluster import CONTROLLER, NAME, NODE, RayCluster, RayJob, started_by
 from holdfast.training.session import make_folder
 
 MACHINE_KINDS: Final = {
@@ -42,8 +42,10 @@ MACHINE_KINDS: Final = {
     "slow": 1,
     "processes_kill": 1,
     "driver_kill": 1,
+    "controller_kill": 1,
 }
-"""And how often they are drawn. The host with Ray's head and the controller is spared."""
+"""And how often they are drawn. The host with Ray's head is spared. The controller is there at first; once it
+was killed, it is on a machine that may be lost."""
 LOSSES: Final = ("poweroff", "supervisor_poweroff", "crash")
 """Those that take a machine with all that it has in memory; it is switched on again later."""
 DESCRIPTIONS: Final = {
@@ -56,6 +58,7 @@ DESCRIPTIONS: Final = {
     "slow": "all processes of a machine run half of the time",
     "processes_kill": "kill -9 of the job's processes on a machine",
     "driver_kill": "kill -9 of the user's process; another one attaches",
+    "controller_kill": "kill -9 of the controller; a machine starts another one",
 }
 SILENT_SECONDS: Final = Ray().silent_seconds
 _START_SECONDS = 600.0
@@ -225,6 +228,13 @@ class MachineTrial:
         self._attached += 1
         self._job = RayJob.attach(self._cluster, f"attached-{self._attached}")
         self._go_on()
+
+    def _controller_kill(self) -> None:
+        replaced = len(self._job.events("controller_replaced"))
+        for host in self._cluster.lab.hosts.values():
+            for pid in host.find(CONTROLLER):
+                os.kill(pid, signal.SIGKILL)
+        self._job.wait(lambda: len(self._job.events("controller_replaced")) > replaced, _WHOLE_SECONDS)
 
     def _some_host(self) -> Host:
         """A machine with a server; not that of the supervisor."""

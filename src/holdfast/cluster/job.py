@@ -305,7 +305,7 @@ def _open_engine(
     options = with_estimates(job.engine, plan)
     open_engine = _ray().RayEngine(
         folder, options, plan.placement, job.workers, STATE_FILE, controller=succession.launcher,
-        journal=succession.journal, inheritance=succession.inheritance,
+        journal=succession.journal, inheritance=succession.inheritance, again=succession.again,
     )  # fmt: skip
     with open_engine as engine:
         yield engine

@@ -377,6 +377,8 @@ class Runner:
             chaos=self.chaos,
         )
         self.failures.note(self.past.happened)
+        self._is_spread = self.past.is_spread
+        self.say("controller_replaced", machine=self.engine.machine(Peer("launcher")))
         launcher = Launcher(
             self.engine, template, self.faults, keys, Starts(self.engine.launcher, takes_over=True)
         )

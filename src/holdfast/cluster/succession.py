@@ -41,12 +41,14 @@ class Succession:
         journal: the run's log, which its successor must have.
         charter: what its predecessor left; None: it starts the job.
         inheritance: what the predecessor's engine left.
+        again: whether the job starts anew from its checkpoint, after it has lost data.
     """
 
     launcher: int = 0
     journal: Journal | None = None
     charter: Charter | None = None
     inheritance: Inheritance | None = None
+    again: bool = False
 
     @classmethod
     def after(
@@ -67,7 +69,7 @@ class Succession:
 
     def begin_again(self) -> Succession:
         """That of the same launcher, when the job starts anew from its checkpoint."""
-        return Succession(self.launcher, self.journal)
+        return Succession(self.launcher, self.journal, again=True)
 
 
 def encode_charter(charter: Charter) -> bytes:
@@ -86,6 +88,8 @@ class Past:
     """Kills that were executed: role and slot."""
     began: float | None = None
     """When the first progress was reported, Unix seconds."""
+    is_spread: bool = True
+    """Whether it was said last that the code covers the loss of any machine."""
 
     def left(self, kills: Iterable[Kill]) -> tuple[Kill, ...]:
         """The kills that are still to be executed."""
@@ -124,7 +128,9 @@ def past_of(events: Iterable[Mapping[str, Any]]) -> Past:
         past.happened.append(Happening(at, name, figures))
         if name == "data_lost":
             past.losses.append(figures["message"])
-            past.began = None
+            past.began, past.is_spread = None, True
+        elif name in ("spread_lost", "spread_restored"):
+            past.is_spread = name == "spread_restored"
         elif name == "killed":
             past.kills.append((figures["role"], figures["slot"]))
     return past

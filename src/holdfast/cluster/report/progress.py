@@ -263,10 +263,10 @@ def _tell(happening: Happening) -> str | None:
             )
         case "checkpoint_saved" | "checkpoint_failed" | "checkpoint_tidy_failed" | "checkpoint_damaged":
             text = _tell_of_checkpoints(happening.event, figures)
-        case "spread_lost" | "spread_restored" | "vaults_changed" | "machine_draining" | "machine_drained":
+        case "spread_lost" | "spread_restored" | "vaults_changed" | "controller_replaced":
             text = _tell_of_machines(happening.event, figures)
-        case "server_moved" | "worker_moved" | "supervisor_moved":
-            text = _tell_of_machines(happening.event, figures)
+        case "machine_draining" | "machine_drained" | "server_moved" | "worker_moved" | "supervisor_moved":
+            text = _tell_of_draining(happening.event, figures)
         case "store_not_opened" | "store_waited_for" | "store_locked":
             text = _tell_of_store(happening.event, figures)
         case _:
@@ -299,6 +299,10 @@ def _tell_of_machines(event: str, figures: Mapping[str, Any]) -> str:
     if event == "vaults_changed":
         count = len(figures["machines"])
         return f"{count} machines keep the supervisor's state: any {(count - 1) // 2} of them may be lost"
+    return f"the controller was lost; another one, on {figures['machine']}, has taken over"
+
+
+def _tell_of_draining(event: str, figures: Mapping[str, Any]) -> str:
     machine = figures["machine"]
     if event == "machine_draining":
         seconds = figures["seconds_left"]

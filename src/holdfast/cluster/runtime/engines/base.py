@@ -30,7 +30,8 @@ class Inheritance(Struct, frozen=True):
     group: str
     """By which it finds the processes."""
     machines: int
-    """How many machines were asked for, without spares."""
+    """How many machines are used, without spares."""
+    spares: int = 0
     job: str = ""
     """The job's name in its messages, and all that follows, come from the launcher's charter."""
     supervisor: str = ""

@@ -35,15 +35,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from holdfast.cluster.protocol.messages import Board, Exit, Peer, VaultAt
 from holdfast.cluster.runtime.engines.agent import NEWS, Agent, News
 from holdfast.cluster.runtime.engines.base import Draining, Inheritance
+from holdfast.cluster.runtime.engines.collected import Collected
 from holdfast.cluster.runtime.engines.draining import Notices
 from holdfast.cluster.runtime.engines.room import room_for, room_in_words
-from holdfast.cluster.runtime.files import FileNews, Journal, JournalCopy, write_part
+from holdfast.cluster.runtime.files import Journal, JournalCopy
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
 from holdfast.coding.machines import best_machine, check_spread, next_move, spread, survives
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError, JobFailed
-from holdfast.events import EventLog, started_at
+from holdfast.events import EventLog
 from holdfast.options import Ray
 
 NAMESPACE = "holdfast"
@@ -183,9 +184,8 @@ class _Machine:
     actor: Any = None
     heard: float = 0.0
     acknowledged: int = 0
-    offsets: dict[str, int] = field(default_factory=dict)
-    cut_line: dict[str, bytes] = field(default_factory=dict)
-    """By file of events: the beginning of a line whose end has not arrived."""
+    files: Collected | None = None
+    """What its processes have written; None: nothing yet."""
     pids: dict[Peer, int] = field(default_factory=dict)
     state: bytes | None = None
     """The state file of a supervisor that runs there."""
@@ -196,8 +196,6 @@ class _Machine:
     """Calls that start a process, and when they were made."""
     known: bool = False
     """Whether its agent has said what runs there."""
-    events_before: int = 0
-    """How many of the first events there are in the run's log, by an earlier controller."""
 
 
 class RayEngine:
@@ -215,6 +213,7 @@ class RayEngine:
         controller: the number of the controller that uses it.
         journal: the run's log, of which agents keep copies.
         inheritance: what the engine of an earlier controller has left, whose agents this one takes over.
+        again: whether the job starts anew after a loss: then fewer machines may do.
     """
 
     most_vaults = 256
@@ -230,6 +229,7 @@ class RayEngine:
         controller: int = 1,
         journal: Journal | None = None,
         inheritance: Inheritance | None = None,
+        again: bool = False,
     ) -> None:
         self._folder = folder
         self._state_file = state_file
@@ -259,9 +259,14 @@ class RayEngine:
         _connect(options)
         self._notices = Notices(_draining_addresses)
         count = inheritance.machines if inheritance else options.machines or _machines_alive()
+        spares = inheritance.spares if inheritance else options.spares
+        if again:
+            there = _machines_alive()
+            count = _enough(placement, count, there)
+            spares = min(spares, max(0, there - count))
         self.home = _spread(placement, count, options)
         """The machine of each server, as planned."""
-        self._machines = [_Machine(number) for number in range(count + options.spares)]
+        self._machines = [_Machine(number) for number in range(count + spares)]
         self._inherits = inheritance is not None
         try:
             if inheritance is not None:
@@ -270,7 +275,7 @@ class RayEngine:
                 self._group_name = f"{options.name}/{secrets.token_hex(3)}"
                 self._group = _place(self._group_name, self._machines, self._bundles(count, workers), options)
                 self._come_up()
-                record = Inheritance(self._group_name, count)
+                record = Inheritance(self._group_name, count, spares)
                 self._records.put("engine", msgspec.msgpack.encode(record))
         except BaseException:
             self.close(0.0)
@@ -295,8 +300,6 @@ class RayEngine:
             machine.known = True  # if it has no agent, nothing runs there
         for number, actor in _agents(left.group):
             self._machines[number].actor, self._machines[number].known = actor, False
-        here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._say("controller_replaced", here)
         self._start_threads()
 
     def _start_threads(self) -> None:
@@ -380,6 +383,8 @@ class RayEngine:
 
     def machine(self, peer: Peer) -> str:
         """The address of the machine on which a process runs; "" if it does not run."""
+        if peer.role == "launcher":
+            return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         with self._lock:
             machine = self._peers.get(peer)
             return machine.name if machine is not None else ""
@@ -653,8 +658,8 @@ class RayEngine:
             raise
         with self._lock:
             machine.actor, machine.heard, machine.compiling = actor, time.monotonic(), None
-            machine.acknowledged, machine.offsets, machine.cut_line = 0, {}, {}
-            machine.name, machine.known, machine.events_before = name, True, 0
+            machine.acknowledged, machine.files = 0, Collected(self._folder, name)
+            machine.name, machine.known = name, True
             self._note_compiling(machine, machine.heard, is_compiling=is_compiling)
         if self._vault_keys:  # one that is found later
             self._open_vault(machine, self._job, self._vault_keys)
@@ -679,8 +684,9 @@ class RayEngine:
             for peer, _ in news.running:
                 if self._peers.get(peer) is not machine:  # replaced while the machine could not be reached
                     self._ask(machine, "signal", peer, int(signals.SIGKILL))
+        assert machine.files is not None
         for file in news.files:
-            self._write(machine, file, time.time() - news.time)
+            machine.files.write(file, time.time() - news.time)
         return bool(news.files)
 
     def _note_compiling(self, machine: _Machine, now: float, *, is_compiling: bool) -> None:
@@ -695,7 +701,7 @@ class RayEngine:
         """Hear of an agent for the first time that an earlier controller has started. The lock is held."""
         machine.known, machine.vault = True, news.vault
         machine.name = news.address
-        machine.events_before = _events_from(self._folder / "events.jsonl", machine.name)
+        machine.files = Collected(self._folder, machine.name, again=True)
         if news.vault is not None:
             self._vaults_opened = max(self._vaults_opened, news.vault.slot + 1)
         for peer, _ in news.running:
@@ -722,44 +728,13 @@ class RayEngine:
             machine.vault = None
             machine.starting.clear()
 
-    def _write(self, machine: _Machine, file: FileNews, ahead: float) -> None:
-        """Copy a part of a file to the run's folder; ``ahead`` is by how much this clock is ahead of the
-        machine's."""
-        machine.offsets[file.name] = file.offset + len(file.data)
-        path = Path(file.name)
-        if path.name == "events.jsonl":
-            self._write_events(machine, file, ahead)
-            return
-        if path.parent.name == "logs":
-            file = FileNews(f"logs/{machine.name.replace(':', '-')}/{path.name}", file.offset, file.data)
-        with contextlib.suppress(OSError):  # a full disk must not end the job
-            write_part(self._folder, file)
-
-    def _write_events(self, machine: _Machine, file: FileNews, ahead: float) -> None:
-        """Append events to the run's log, by this machine's clock."""
-        text = machine.cut_line.pop(file.name, b"") + file.data
-        *lines, machine.cut_line[file.name] = text.split(b"\n")
-        log = self._folder / "events.jsonl"
-        started = started_at(log)
-        with contextlib.suppress(OSError), log.open("ab", buffering=0) as events:
-            for line in lines:
-                with contextlib.suppress(msgspec.DecodeError):
-                    event = msgspec.json.decode(line)
-                    if machine.events_before:
-                        machine.events_before -= 1
-                        continue
-                    event["time"] += ahead
-                    event["seconds"] = round(event["time"] - started, 6)
-                    event["host"] = machine.name
-                    events.write(msgspec.json.encode(event) + b"\n")
-
     def _say(self, event: str, machine: str, **figures: Any) -> None:
         with contextlib.suppress(OSError), EventLog(self._folder) as events:
             events.emit(event, machine=machine, **figures)
 
 
 def _known(machine: _Machine) -> tuple[int, dict[str, int]]:
-    return machine.acknowledged, dict(machine.offsets)
+    return machine.acknowledged, dict(machine.files.offsets) if machine.files is not None else {}
 
 
 def _connect(options: Ray) -> None:
@@ -792,7 +767,18 @@ def _draining_addresses() -> dict[str, float]:
 
 
 def _machines_alive() -> int:
-    return sum(bool(node["Resources"].get("CPU")) for node in _nodes_alive())
+    leaving = _draining_addresses()  # Ray places nothing there
+    return sum(
+        bool(node["Resources"].get("CPU")) and node["NodeManagerAddress"] not in leaving
+        for node in _nodes_alive()
+    )
+
+
+def _enough(placement: Placement, wanted: int, there: int) -> int:
+    """How many machines to use where fewer may be there than wanted: those, if the code covers the loss of
+    any of them."""
+    covers = not placement.r or (there > 0 and spread(placement, there) is not None)
+    return there if there < wanted and covers else wanted
 
 
 def _spread(placement: Placement, machines: int, options: Ray) -> tuple[int, ...]:
@@ -874,19 +860,6 @@ def _remove_agents(job: str) -> None:
         if entry["name"].startswith(f"{job}/") and entry["state"] != "REMOVED":
             with contextlib.suppress(ValueError):
                 remove_placement_group(ray.util.get_placement_group(entry["name"]))
-
-
-def _events_from(log: Path, machine: str) -> int:
-    """How many events of the agent that runs on a machine there are in a log."""
-    count = 0
-    with contextlib.suppress(FileNotFoundError), log.open("rb") as lines:
-        for line in lines:
-            with contextlib.suppress(msgspec.DecodeError):
-                event = msgspec.json.decode(line)
-                if event["event"] == "machine_found" and event["machine"] == machine:
-                    count = 0
-                count += event.get("host") == machine
-    return count
 
 
 class _Host:
