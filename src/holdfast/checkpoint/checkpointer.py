@@ -49,7 +49,7 @@ from holdfast.checkpoint.reading.version import (
 from holdfast.checkpoint.saving.schedule import SaveSchedule
 from holdfast.checkpoint.saving.writer import SaveReport, Writer
 from holdfast.checkpoint.store import open_store
-from holdfast.checkpoint.torch.fit import some, taken_for_damage
+from holdfast.checkpoint.torch.fit import say_grown, some, taken_for_damage
 from holdfast.checkpoint.torch.read_ahead import ReadAhead
 from holdfast.checkpoint.torch.source import TrainingSource
 from holdfast.checkpoint.torch.state import TrainingObjects
@@ -416,6 +416,7 @@ class Checkpointer:
     def _note_restored(
         self, version: Version, reader: VersionReader, digests: RowDigests | None, seconds: float
     ) -> None:
+        say_grown(self._objects.grown, version.version)
         self._writer.bind(self._objects.live_tables())
         self._objects.forget_replaced()
         self._watch.restored()

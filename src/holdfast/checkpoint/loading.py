@@ -35,7 +35,7 @@ from holdfast.checkpoint.reading.version import (
 )
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.torch.chosen import choose
-from holdfast.checkpoint.torch.fit import taken_for_damage
+from holdfast.checkpoint.torch.fit import say_grown, taken_for_damage
 from holdfast.checkpoint.torch.names import bare_names
 from holdfast.checkpoint.torch.state import TrainingObjects
 from holdfast.checkpoint.torch.values import TORCH_DTYPES
@@ -172,7 +172,6 @@ class _Loading:
         self._objects = objects
         self._show_progress = show_progress
         self._overwritten: dict[str, int] = {}
-        """Of a failed attempt: how many rows of each table may be those of another version."""
 
     def one(self, number: int) -> LoadedVersion:
         """Load this version."""
@@ -225,6 +224,7 @@ class _Loading:
 
     def _load(self, version: Version, manifest: Manifest) -> LoadedVersion:
         objects = TrainingObjects(self._objects)
+        objects.overwritten = self._overwritten
         with open_version(self._store, version.version, manifest) as reader:
             where = where_dense(self._store, version)
             tree = decode_tree(reader.dense(), where)
@@ -236,7 +236,6 @@ class _Loading:
             reader.keep_parts(chosen.parts)
             reader.check_complete()
             objects.prepare(chosen.live_parts)
-            self._check_overwritten(objects, version)
             loader = RowLoader.of_parts(chosen.parts, lambda table: objects.fields(chosen.tables[table]))
             text = f"loading version {version.version}"
             with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
@@ -245,28 +244,11 @@ class _Loading:
                 objects.load_dense(chosen.tree, random_states=False)
             return _loaded(version, objects, reader)
 
-    def _check_overwritten(self, objects: TrainingObjects, version: Version) -> None:
-        """Raise if rows stay that a failed attempt has overwritten: they would be of yet another version."""
-        for name, table in objects.tables.items():
-            rows = objects.grown.get(name, (len(table.weight), 0))[0]
-            before = self._overwritten.get(name, 0)
-            if rows < before:
-                raise CorruptCheckpoint(
-                    f"table {name} has {rows} rows in version {version.version}, and {before} were "
-                    "overwritten before a newer version was found damaged: make the objects anew and load "
-                    f"version {version.version}"
-                )
-            self._overwritten[name] = rows
-
 
 def _loaded(version: Version, objects: TrainingObjects, reader: VersionReader) -> LoadedVersion:
     if version.unverified:
         log.warning("version %d is unverified: %s", version.version, version.unverified)
-    for name, (there, here) in objects.grown.items():
-        log.warning(
-            "table %s has %d rows in version %d and %d here: the new rows stay as they were",
-            name, there, version.version, here,
-        )  # fmt: skip
+    say_grown(objects.grown, version.version)
     log.info("loaded version %d (step %d)", version.version, version.step)
     return LoadedVersion(
         version=version.version,

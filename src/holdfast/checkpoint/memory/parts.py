@@ -41,6 +41,8 @@ class GroupPart:
             if table.name not in tables:
                 continue
             chosen.append(Table(table.name, table.rows, rows))
+            if not table.rows:
+                continue
             if ranges and ranges[-1][1] == table.first:  # its neighbour is chosen, too
                 first, _, to = ranges.pop()
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.format.dense import Array, TablePlace
 from holdfast.checkpoint.torch.values import DTYPE_NAMES
 from holdfast.errors import ConfigError, CorruptCheckpoint, ModelMismatch
+
+log = logging.getLogger("holdfast.checkpoint")
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
@@ -58,6 +61,15 @@ def check_module(name: str, module: nn.Module, saved: Any) -> None:
         grown = isinstance(value, TablePlace) and there is not None and _has_grown(there[0], here[0])
         if here != there and not grown:
             raise ModelMismatch(f"{name}.{key} is {_show(there)} in the checkpoint and {_show(here)} here")
+
+
+def say_grown(grown: Mapping[str, tuple[int, int]], version: int) -> None:
+    """Log which tables have fewer rows in a version than here: the number of rows there and here."""
+    for name, (there, here) in grown.items():
+        log.warning(
+            "table %s has %d rows in version %d and %d here: the new rows stay as they were",
+            name, there, version, here,
+        )  # fmt: skip
 
 
 def _has_grown(there: tuple[int, ...], here: tuple[int, ...]) -> bool:

@@ -37,8 +37,10 @@ def bare_names(keys: Iterable[str]) -> dict[str, str]:
 def matched_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
     """For each key of a saved ``state_dict`` that of the live model's, or itself where that has none."""
     here = {bare: key for key, bare in bare_names(live).items()}
-    names = {key: here.get(bare, key) for key, bare in bare_names(saved).items()}
-    return names if len(set(names.values())) == len(names) else {key: key for key in names}
+    there = bare_names(saved)
+    if any(bare not in here and key in here.values() for key, bare in there.items()):
+        return {key: key for key in there}  # what looks like a wrapper's name is the model's own
+    return {key: here.get(bare, key) for key, bare in there.items()}
 
 
 def matched_paths(

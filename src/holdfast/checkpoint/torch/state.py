@@ -72,6 +72,7 @@ class TrainingObjects:
         objects: those that were given and those that were found.
         tables: every table of the modules, by name.
         optimizers: those among the objects.
+        overwritten: how many rows of each table a restore that failed may have overwritten.
         grown: the tables with more rows here than in the checkpoint that ``prepare`` was called for, with the
             number of rows there and here.
     """
@@ -88,6 +89,7 @@ class TrainingObjects:
         self.optimizers = {n: o for n, o in self.objects.items() if isinstance(o, Optimizer)}
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
         self._users = self._find_users()
+        self.overwritten: dict[str, int] = {}
         self.grown: dict[str, tuple[int, int]] = {}
         self._incoming: dict[str, _Room] = {}
         self._known: dict[str, RowTensors] = {}
@@ -251,6 +253,14 @@ class TrainingObjects:
             )
         self._incoming = {name: self._room(self.tables[name], *found) for name, found in saved.items()}
         sizes = {name: (room.rows, len(self.tables[name].weight)) for name, room in self._incoming.items()}
+        for name, (there, _) in sizes.items():
+            # Rows beyond those of an older version would be neither of it nor as they were.
+            if there < self.overwritten.get(name, 0):
+                raise CorruptCheckpoint(
+                    f"the checkpoint has {there} rows of table {name}, but {self.overwritten[name]} were "
+                    "overwritten by one that was found damaged: make the objects anew and restore this one"
+                )
+        self.overwritten.update({name: there for name, (there, _) in sizes.items()})
         self.grown = {name: (there, here) for name, (there, here) in sizes.items() if here > there}
 
     def leave_out(self, names: Iterable[str]) -> None:
@@ -271,6 +281,7 @@ class TrainingObjects:
                 raise ModelMismatch(f"{name} does not take the checkpoint's state: {error}") from error
         if random_states:
             set_random_states(tree.get("rng"))
+        self.overwritten.clear()
         self.cancel_restore()
 
     def cancel_restore(self) -> None:
