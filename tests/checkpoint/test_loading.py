@@ -128,9 +128,10 @@ def test_of_several_models_one_is_read(
         model.weight.detach()[::100, 3] = torch.nan  # rows that no codec holds
     with hf.Checkpointer(tmp_path, objects, hf.Policy(strategy="incremental", **options)) as ckpt:
         for version in range(3):
-            models["middle"].weight.detach()[7 * version] = version
-            models["left"].weight.detach()[8, version] = torch.inf
-            ckpt.mark("middle.weight", [7 * version])
+            # A row that no codec holds in a file of its own, and one that a codec does, of different models
+            models["middle"].weight.detach()[7 * version + 1, version] = torch.inf
+            models["left"].weight.detach()[8] = version
+            ckpt.mark("middle.weight", [7 * version + 1])
             ckpt.mark("left.weight", [8])
             ckpt.save(version)
         ckpt.restore()

@@ -122,6 +122,8 @@ def load(
         options: store options, such as S3's endpoint and keys.
         show_progress: show a progress bar for long operations; by default on a terminal.
 
+    Load before you make a Checkpointer of the same objects: an open one would not notice at once.
+
     Names of wrappers do not matter: what was saved from a model in ``DistributedDataParallel`` or
     ``torch.compile`` is loaded into the bare model, and the other way round. A table may have more rows in
     the model than in the version: the new rows stay as they are.

@@ -194,6 +194,7 @@ def test_nothing_is_missing(case: Case) -> None:
     assert report.whole == tuple(v.version for v in case.manifest.versions)
     for version in case.manifest.versions:
         check_version(case.store, version, on_grids=case.on_grids)
+        check_parts(case, case.manifest.era(version.era), version, [])
 
 
 def left_out(case: Case, most: int) -> None:
