@@ -30,6 +30,7 @@ API_TITLE = "API reference"
 # Every public name is in one group: a new one without a group fails the build.
 GROUPS = {
     "Checkpoints": ["Checkpointer", "Policy", "Chunked", "Differential", "Incremental", "Full"],
+    "Loading": ["load", "LoadedVersion", "saved_shapes", "SavedShapes", "SavedTensor"],
     "Quantization": ["AutoBits", "quantize", "QuantizedRows"],
     "Jobs": [
         "Job",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+import holdfast
 from holdfast.cli.app import app
 from holdfast.training.config import JobConfig
 from tests.blocks import DOCS, ROOT, Follower, blocks_of, prose_of
@@ -30,6 +31,11 @@ def test_the_complete_example_of_checkpointing(tmp_path: Path, monkeypatch: pyte
     for _ in range(2):  # the second start finds that all is done
         exec(compile(smaller, "checkpointing.md", "exec"), {"__name__": "example"})  # noqa: S102
         assert len(list((tmp_path / "run1" / "dense").iterdir())) == 2
+    loads = next(example for example in examples if "hf.load(" in example)
+    names: dict[str, Any] = {"__name__": "example", "hf": holdfast}
+    exec(compile(loads, "checkpointing.md", "exec"), names)  # noqa: S102
+    assert names["table_rows"] == [2_000, 500, 1_000]
+    assert names["loaded"].step == 39
 
 
 def test_the_examples_of_data() -> None:

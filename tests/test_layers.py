@@ -41,7 +41,7 @@ CLUSTER = [
     {"protocol"},
 ]
 CHECKPOINT = [
-    {"checkpointer"},
+    {"checkpointer", "loading"},
     {"tools"},
     {"torch"},
     {"saving"},

@@ -32,6 +32,7 @@ def test_public_names() -> None:
         "Job",
         "JobFailed",
         "JobResult",
+        "LoadedVersion",
         "Local",
         "ModelMismatch",
         "NoProtection",
@@ -47,6 +48,8 @@ def test_public_names() -> None:
         "Recommender",
         "Replication",
         "SaveFailed",
+        "SavedShapes",
+        "SavedTensor",
         "ServerLost",
         "StoreError",
         "StoreFull",
@@ -60,7 +63,9 @@ def test_public_names() -> None:
         "WorkerFailed",
         "WrongReaderState",
         "__version__",
+        "load",
         "quantize",
+        "saved_shapes",
     ]
 
 

@@ -63,7 +63,10 @@ def test_choose_protection(follower: Follower) -> None:
 
 def test_restore_and_export(follower: Follower, capsys: pytest.CaptureFixture[str]) -> None:
     follower.follow(TUTORIALS / "restore-and-export.md", {})
-    assert "version 3 resumes at step 60" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "users: (50000, 16)\nloaded version 5 saved after step 99\n" in printed
+    assert "{'model.users.weight': (50000, 60000)}\n" in printed
+    assert "version 3 resumes at step 60" in printed
     looked, *_, cleaned = follower.printed
     assert "intact: versions 1 to 5" in looked
     assert "2 versions stay" in cleaned

@@ -53,6 +53,7 @@ from holdfast.options import (
 if TYPE_CHECKING:
     from holdfast.checkpoint.checkpointer import Checkpointer
     from holdfast.checkpoint.codecs.quantized import QuantizedRows, quantize
+    from holdfast.checkpoint.loading import LoadedVersion, SavedShapes, SavedTensor, load, saved_shapes
     from holdfast.cluster.job import Job
     from holdfast.cluster.report.result import JobResult
     from holdfast.data.criteo import Criteo
@@ -73,12 +74,17 @@ _HOMES = {
     "PNN": "holdfast.models.pnn",
     "Job": "holdfast.cluster.job",
     "JobResult": "holdfast.cluster.report.result",
+    "LoadedVersion": "holdfast.checkpoint.loading",
     "Prefetch": "holdfast.data.prefetch",
     "QuantizedRows": "holdfast.checkpoint.codecs.quantized",
     "Reader": "holdfast.data.reader",
     "Recommender": "holdfast.models.recommender",
+    "SavedShapes": "holdfast.checkpoint.loading",
+    "SavedTensor": "holdfast.checkpoint.loading",
     "Synthetic": "holdfast.data.synthetic",
+    "load": "holdfast.checkpoint.loading",
     "quantize": "holdfast.checkpoint.codecs.quantized",
+    "saved_shapes": "holdfast.checkpoint.loading",
 }
 
 __all__ = [
@@ -105,6 +111,7 @@ __all__ = [
     "Job",
     "JobFailed",
     "JobResult",
+    "LoadedVersion",
     "Local",
     "ModelMismatch",
     "NoProtection",
@@ -119,6 +126,8 @@ __all__ = [
     "Recommender",
     "Replication",
     "SaveFailed",
+    "SavedShapes",
+    "SavedTensor",
     "ServerLost",
     "StoreError",
     "StoreFull",
@@ -132,7 +141,9 @@ __all__ = [
     "WorkerFailed",
     "WrongReaderState",
     "__version__",
+    "load",
     "quantize",
+    "saved_shapes",
 ]
 
 

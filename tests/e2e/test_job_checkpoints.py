@@ -114,8 +114,20 @@ def compare_with_the_servers(tmp_path: Path, auc: float) -> None:
     }
     with hf.Checkpointer(tmp_path / "store", objects) as checkpointer:
         assert checkpointer.restore() == SAMPLES // BATCH
+    # And its model alone, and with one of its optimizers.
+    third = Trainer(config())
+    assert hf.load(tmp_path / "store", {"model": third.model}).step == SAMPLES // BATCH - 1
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, other.model.state_dict()[name]), name
+        assert torch.equal(tensor, third.model.state_dict()[name]), name
+    assert set(hf.saved_shapes(tmp_path / "store").tables) == {
+        f"model.{name}" for name in other.model.state_dict() if name.startswith("tables.")
+    }
+    hf.load(tmp_path / "store", {"model": third.model, "optim_tables": third.optimizers[1]})
+    for mine, its in zip(third.model.tables.parameters(), other.model.tables.parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = third.optimizers[1].state[mine][key]
+            assert torch.equal(state, other.optimizers[1].state[its][key])
     states = other.optimizers[1].state.values()
     assert any((state["exp_avg_sq"] > 0).any() for state in states)
     other.advance(1)

@@ -103,7 +103,13 @@ TESTS: dict[str, tuple[str, ...]] = {
         _TORCH + "test_fuzz.py",
     ),
     "checkpoint/torch/capture.py": (_TORCH + "test_capture.py", _TORCH + "test_state.py"),
-    "checkpoint/torch/fit.py": (_TORCH + "test_fit.py", _TORCH + "test_mismatch.py"),
+    "checkpoint/torch/chosen.py": (_TORCH + "test_names.py", "checkpoint/test_loading.py"),
+    "checkpoint/torch/fit.py": (
+        _TORCH + "test_fit.py",
+        _TORCH + "test_mismatch.py",
+        _TORCH + "test_grown.py",
+    ),
+    "checkpoint/torch/names.py": (_TORCH + "test_names.py", "checkpoint/test_loading.py"),
     "checkpoint/torch/read_ahead.py": (_TORCH + "test_read_ahead.py",),
     "checkpoint/torch/source.py": (
         _TORCH + "test_source.py",
@@ -154,6 +160,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint/saving/schedule.py": (_SAVING + "test_schedule.py",),
     "checkpoint/format/segments.py": ("checkpoint/format/test_segments.py", _SAVING + "test_history.py"),
+    "checkpoint/loading.py": ("checkpoint/test_loading.py",),
+    "checkpoint/memory/parts.py": ("checkpoint/memory/test_parts.py",),
     "checkpoint/memory/copy_on_write.py": ("checkpoint/memory/test_copy_on_write.py",),
     "checkpoint/saving/row_copies.py": (_SAVING + "test_row_copies.py",),
     "checkpoint/saving/shard_rows.py": (_SAVING + "test_shard_rows.py", _SAVING + "test_row_copies.py"),

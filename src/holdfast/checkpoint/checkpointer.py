@@ -25,7 +25,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any, Self
@@ -39,11 +39,17 @@ from holdfast.checkpoint.memory.digests import RowDigests
 from holdfast.checkpoint.progress_bar import byte_progress
 from holdfast.checkpoint.reading.coverage import check_places
 from holdfast.checkpoint.reading.loader import RowLoader, compile_loops
-from holdfast.checkpoint.reading.version import VersionReader, find_version, open_version
+from holdfast.checkpoint.reading.version import (
+    VersionReader,
+    by_preference,
+    find_version,
+    open_version,
+    where_dense,
+)
 from holdfast.checkpoint.saving.schedule import SaveSchedule
 from holdfast.checkpoint.saving.writer import SaveReport, Writer
 from holdfast.checkpoint.store import open_store
-from holdfast.checkpoint.torch.fit import some
+from holdfast.checkpoint.torch.fit import say_grown, some, taken_for_damage
 from holdfast.checkpoint.torch.read_ahead import ReadAhead
 from holdfast.checkpoint.torch.source import TrainingSource
 from holdfast.checkpoint.torch.state import TrainingObjects
@@ -231,7 +237,7 @@ class Checkpointer:
         if version is not None:
             return self._restore(find_version(manifest, version, self.store.url), manifest)
         problems: list[str] = []
-        for candidate in _by_preference(manifest.versions):
+        for candidate in by_preference(manifest.versions):
             try:
                 step = self._restore(candidate, manifest)
             except (CorruptCheckpoint, NoSuchVersion, StoreError) as error:
@@ -384,11 +390,11 @@ class Checkpointer:
         objects = self._objects
         self._source.find_tables()
         with open_version(self.store, version.version, manifest) as reader:
-            where = f"{self.store.url}: {version.dense.name} (version {version.version})"
+            where = where_dense(self.store, version)
             tree = decode_tree(reader.dense(), where)
             # Validate before overwriting anything.
             reader.check_complete()
-            with _taken_for_damage(where):
+            with taken_for_damage(where):
                 check_places(tree, reader.groups, where)
                 objects.check_dense(tree)
             objects.prepare(reader.groups)
@@ -399,7 +405,7 @@ class Checkpointer:
                 with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
                     loader = RowLoader(reader.groups, objects.fields, digests)
                     reader.read_rows(loader, on_progress=on_progress)
-                with _taken_for_damage(where):
+                with taken_for_damage(where):
                     objects.load_dense(tree)
             except BaseException:
                 objects.cancel_restore()
@@ -410,6 +416,7 @@ class Checkpointer:
     def _note_restored(
         self, version: Version, reader: VersionReader, digests: RowDigests | None, seconds: float
     ) -> None:
+        say_grown(self._objects.grown, version.version)
         self._writer.bind(self._objects.live_tables())
         self._objects.forget_replaced()
         self._watch.restored()
@@ -424,11 +431,6 @@ class Checkpointer:
         figures = {"version": version.version, "step": version.step, "seconds_taken": seconds}
         self.events.emit("checkpoint_restored", **figures, bytes=reader.bytes_read, continues_era=resumed)
         log.info("restored version %d (step %d) in %.2f s", version.version, version.step, seconds)
-
-
-def _by_preference(versions: Sequence[Version]) -> list[Version]:
-    """The newest first; those that may lack changes come last."""
-    return sorted(versions, key=lambda version: (bool(version.unverified), -version.version))
 
 
 def _refuse_unowned(tables: Sequence[str]) -> None:
@@ -459,15 +461,6 @@ def _plain(metadata: Any) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ConfigError(f"metadata is {metadata!r}: expected a dict")
     return plain
-
-
-@contextlib.contextmanager
-def _taken_for_damage(where: str) -> Iterator[None]:
-    """Report data of an unexpected structure, such as a list instead of a dict, as corruption."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpoint(f"{where} holds no valid state of these objects: {error!r}") from error
 
 
 def _row_ids(rows: Any, table: str, count: int) -> NDArray[np.int64]:

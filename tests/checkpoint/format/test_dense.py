@@ -13,12 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from holdfast.checkpoint.format.chunk import checksum
-from holdfast.checkpoint.format.dense import DEEPEST, Array, TablePlace, decode_tree, encode_tree, map_tree
+from holdfast.checkpoint.format.dense import (
+    DEEPEST,
+    Array,
+    TablePlace,
+    decode_shapes,
+    decode_tree,
+    encode_tree,
+    header_bytes,
+    map_tree,
+)
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 
 
@@ -263,6 +272,26 @@ def entry(dtype: Any = "U8", shape: Any = (1,), offsets: Any = (0, 1)) -> dict[s
 def test_made_up_files_are_refused(bad: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="some/file"):
         decode_tree(bad, "some/file")
+    with pytest.raises(CorruptCheckpoint, match="some/file"):
+        decode_shapes(bad[: header_bytes(bad)], len(bad), "some/file")
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees)
+def test_a_header_is_enough_for_shapes(tree: Any) -> None:
+    def shapes(value: Any, path: str) -> Any:
+        return (value.dtype, value.shape, value.kind) if isinstance(value, Array) else value
+
+    good = encoded(tree)
+    assume(b"$bytes" not in good)  # as arrays: zeros of the same length
+    header = good[: header_bytes(good[:8])]
+    found = decode_shapes(header, len(good), "some/file")
+    assert same(map_tree(found, shapes), map_tree(tree, shapes))
+    for wrong in (len(good) - 1, len(good) + 1, 0):
+        with pytest.raises(CorruptCheckpoint, match="some/file"):
+            decode_shapes(header, wrong, "some/file")
+    with pytest.raises(CorruptCheckpoint, match="some/file"):
+        decode_shapes(header[:-1], len(good), "some/file")
 
 
 def test_random_bytes_raise_nothing_but_that_they_are_corrupt() -> None:

@@ -23,12 +23,22 @@ from holdfast.checkpoint.format.chunk import NewPiece, Piece, decode_piece, enco
 from holdfast.checkpoint.format.manifest import Era, FileEntry, Manifest, encode, name_of, read_newest
 from holdfast.checkpoint.format.records import Group, Rows
 from holdfast.checkpoint.layout import rounds
+from holdfast.checkpoint.memory.parts import GroupPart
+from holdfast.checkpoint.reading.loader import RowLoader
 from holdfast.checkpoint.reading.stretches import open_file
 from holdfast.checkpoint.reading.version import open_version
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.tools.verify import verify_versions
 from holdfast.errors import CorruptCheckpoint
-from tests.checkpoint.lineage import QUANTIZED, STRATEGIES, Lineage, QuickFiles, check_version
+from tests.checkpoint.lineage import (
+    QUANTIZED,
+    STRATEGIES,
+    Lineage,
+    QuickFiles,
+    blank,
+    check_version,
+    state_after,
+)
 
 VERSIONS = 9
 CASES: list[tuple[Any, dict[str, Any], int | None]] = [(strategy, {}, 3) for strategy in STRATEGIES]
@@ -134,6 +144,7 @@ def check(case: Case, era: Era, lost: list[tuple[Lives, NDArray[np.bool_]]]) -> 
             assert number in report.whole
             continue
         refused += 1
+        check_parts(case, era, version, [lives for lives, gone in lost if (gone & lives.at(number)).any()])
         assert number in report.damaged
         for read in (read_live, read_in_order):
             with pytest.raises(CorruptCheckpoint, match=rf"version {number}\b.*missing"):
@@ -143,6 +154,28 @@ def check(case: Case, era: Era, lost: list[tuple[Lives, NDArray[np.bool_]]]) -> 
     assert len(told) == refused
     assert all("missing" in one.problem for one in report.incomplete)
     return refused
+
+
+def check_parts(case: Case, era: Era, version: Any, lost: list[Lives]) -> None:
+    """Whoever reads one table alone is refused if it is in a group of which something is missing."""
+    groups = era.decoded_groups()
+    of = {lives.piece.group: groups[lives.piece.group].raw_rows_of for lives in lost}
+    affected = {number if whole is None else whole for number, whole in of.items()}
+    for number, group in enumerate(groups):
+        for table in group.tables if group.raw_rows_of is None else ():
+            with open_version(case.store, version.version) as reader:
+                parts = [GroupPart.of(g, {table.name}, {f.name for f in g.fields}) for g in reader.groups]
+                reader.keep_parts(parts)
+                found = blank()
+                loader = RowLoader.of_parts(parts, found.__getitem__)
+                if number in affected:
+                    with pytest.raises(CorruptCheckpoint, match=rf"version {version.version}\b.*missing"):
+                        reader.read_rows(loader)
+                    continue
+                reader.check_complete()
+                reader.read_rows(loader)
+            right = state_after(version.step, case.on_grids)[table.name]
+            assert all(map(np.array_equal, found[table.name], right))
 
 
 def read_live(case: Case, version: Any) -> None:
@@ -161,6 +194,7 @@ def test_nothing_is_missing(case: Case) -> None:
     assert report.whole == tuple(v.version for v in case.manifest.versions)
     for version in case.manifest.versions:
         check_version(case.store, version, on_grids=case.on_grids)
+        check_parts(case, case.manifest.era(version.era), version, [])
 
 
 def left_out(case: Case, most: int) -> None:

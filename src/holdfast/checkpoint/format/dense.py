@@ -129,6 +129,19 @@ def map_tree(value: Any, leaf: Callable[[Any, str], Any], path: str = "", depth:
     return leaf(value, path)
 
 
+def places_of(state: Any) -> dict[str, TablePlace]:
+    """Where in a state rows of tables belong, by path."""
+    found: dict[str, TablePlace] = {}
+
+    def leaf(value: Any, path: str) -> Any:
+        if isinstance(value, TablePlace):
+            found[path] = value
+        return None
+
+    map_tree(state, leaf)
+    return found
+
+
 def encode_tree(tree: Any) -> list[Any]:
     """The file of a tree as buffers to be written one after the other; arrays are not copied.
 
@@ -159,11 +172,32 @@ def decode_tree(data: bytes | memoryview, where: str) -> Any:
     Raises CorruptCheckpoint, which names ``where``, for bytes that ``encode_tree`` cannot have written.
     Bits of arrays are not checked here: that takes the checksum of the whole file.
     """
+    view = memoryview(data).cast("B")
+    return _decode(view, len(view), lambda begin: np.frombuffer(view[begin:], np.uint8), where)
+
+
+def decode_shapes(header: bytes | memoryview, size: int, where: str) -> Any:
+    """The tree in a file of this size, of which only the header was read: its arrays are zeros.
+
+    ``header_bytes`` says how long that is. The header has a checksum of its own, which is checked here.
+    Raises what ``decode_tree`` raises.
+    """
+    view = memoryview(header).cast("B")
+    return _decode(view, size, lambda begin: np.broadcast_to(np.uint8(0), size - begin), where)
+
+
+def header_bytes(start: bytes) -> int:
+    """How long the header of a file is that starts with these 8 bytes."""
+    return 8 + min(json_bytes(start), LARGEST_HEADER)
+
+
+def _decode(
+    view: memoryview, file_bytes: int, data_from: Callable[[int], NDArray[np.uint8]], where: str
+) -> Any:
     try:
-        view = memoryview(data).cast("B")
         size = json_bytes(view)
         if len(view) < 8 or size > min(len(view) - 8, LARGEST_HEADER):
-            raise ValueError(f"a header of {size} bytes in a file of {len(view)}")
+            raise ValueError(f"a header of {size} bytes in a file of {file_bytes}")
         described = json.loads(bytes(view[8 : 8 + size]))
         if not isinstance(described, dict):
             raise TypeError("the header is not an object")
@@ -172,7 +206,7 @@ def decode_tree(data: bytes | memoryview, where: str) -> Any:
             raise ValueError(f"format {metadata['holdfast']!r}, expected {FORMAT!r}")
         if metadata["checksum"] != _header_checksum(described, metadata["tree"]):
             raise ValueError("checksum mismatch in the header")
-        arrays = _decode_arrays(described, np.frombuffer(view[8 + size :], np.uint8))
+        arrays = _decode_arrays(described, data_from(8 + size))
         return _Decoder(arrays).value(json.loads(metadata["tree"]), 0)
     except (UnsupportedState, *_BAD_BYTES) as error:
         detail = f"{type(error).__name__}: {error}"[:200]

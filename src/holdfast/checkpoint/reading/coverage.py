@@ -15,7 +15,7 @@ versions are made of, cost nothing; other rows take one bit each.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,12 +43,19 @@ class Coverage:
         groups: of its era, as they are stored.
         pieces: all that it reads.
         where: names the version in errors.
+        counted: the numbers of the groups that are read; None: all are.
     """
 
     def __init__(
-        self, version: Version, groups: Sequence[Group], pieces: Iterable[Piece], where: str
+        self,
+        version: Version,
+        groups: Sequence[Group],
+        pieces: Iterable[Piece],
+        where: str,
+        counted: Collection[int] | None = None,
     ) -> None:
         self._version = version
+        self._counted = range(len(groups)) if counted is None else counted
         self._groups = tuple(groups)
         self._pieces = [piece for piece in pieces if piece.rows]
         self._where = where
@@ -65,7 +72,7 @@ class Coverage:
         for piece in self._pieces:
             by_group[piece.group].append(piece)
         for number, (group, pieces) in enumerate(zip(self._groups, by_group, strict=True)):
-            if group.raw_rows_of is None:
+            if group.raw_rows_of is None and number in self._counted:
                 self._rows[number] = self._check_ranges(group, pieces, at_most)
         most = [0] * len(self._groups)
         for piece in self._pieces:
@@ -74,6 +81,8 @@ class Coverage:
                 self._records[piece.group] += piece.rows
         for number, expected in enumerate(self._version.records):
             group = self._groups[number]
+            if number not in self._counted:
+                continue
             if not self._records[number] <= expected <= most[number] and group.rows > at_most:
                 found = most[number] if most[number] < expected else self._records[number]
                 raise CorruptCheckpoint(f"{self._where} {lacking_records(group, found, expected)}")
@@ -98,8 +107,9 @@ class Coverage:
                 gaps = [gap for gap in _gaps_of_tables(group, rows) if gap[2]]
                 if gaps:
                     raise CorruptCheckpoint(f"{self._where} {lacking_rows(group, gaps)}")
-        for group, found, expected in zip(self._groups, self._records, self._version.records, strict=False):
-            if found != expected:
+        for number, expected in enumerate(self._version.records):
+            group, found = self._groups[number], self._records[number]
+            if found != expected and number in self._counted:
                 raise CorruptCheckpoint(f"{self._where} {lacking_records(group, found, expected)}")
 
     def _is_sure(self, piece: Piece) -> bool:

@@ -14,6 +14,7 @@ from holdfast.checkpoint.format.ids import decode_ids, encode_ids
 from holdfast.checkpoint.format.records import Bytes2D, Field, Group, RowIds, Rows, make_groups
 from holdfast.checkpoint.memory.digests import RowDigests
 from holdfast.checkpoint.memory.live import FieldsOf, LiveTables
+from holdfast.checkpoint.memory.parts import GroupPart, LiveParts
 from holdfast.checkpoint.memory.tracker import RowSet
 
 Sink = Callable[[int, Rows], None]
@@ -113,9 +114,16 @@ class RowLoader:
     def __init__(
         self, groups: Sequence[Group], fields_of: FieldsOf, digests: RowDigests | None = None
     ) -> None:
-        self._tables = LiveTables(groups, fields_of)
+        self._tables: LiveTables = LiveTables(groups, fields_of)
         self._digests = digests
         self._raw = _RawRows()
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[GroupPart], fields_of: FieldsOf) -> RowLoader:
+        """One that writes the rows of parts of a version's groups, and drops all others."""
+        loader = cls((), fields_of)
+        loader._tables = LiveParts(parts, fields_of)
+        return loader
 
     def __call__(self, group: int, rows: Rows) -> None:
         """Write rows of a group to their tables."""

@@ -7,16 +7,18 @@ The main path is ``VersionReader.read_rows``: into live tables by ``pipelines.lo
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from holdfast.checkpoint.format import chunk
 from holdfast.checkpoint.format.chunk import Piece
+from holdfast.checkpoint.format.dense import decode_shapes, header_bytes
 from holdfast.checkpoint.format.manifest import Era, FileEntry, Manifest, Version, read_newest
 from holdfast.checkpoint.format.records import Group
+from holdfast.checkpoint.memory.parts import GroupPart
 from holdfast.checkpoint.reading.coverage import Coverage
 from holdfast.checkpoint.reading.loader import Decoder, RowLoader, Sink
 from holdfast.checkpoint.reading.pipelines import Selection, hand_on_rows, load_rows
@@ -25,9 +27,12 @@ from holdfast.checkpoint.store import ObjectReader, Store
 from holdfast.checkpoint.store.base import ReadRequest
 from holdfast.errors import CorruptCheckpoint, NoSuchVersion, ObjectMissing
 
+Opened = TypeVar("Opened")
+
 MOST_OPEN = 256
 """Files of a version that are held open: a quarter of what a process may have in all, as a rule."""
 _MOST_COUNTED = 1 << 28  # rows
+_FIRST_READ = 1 << 16  # most headers of dense files are no longer
 _TRIES = 100  # a writer that is quicker than this a hundred times in a row has no time to train
 
 
@@ -64,6 +69,7 @@ class VersionReader:
         """As ``read_rows`` hands them on."""
         self.bytes_read = 0
         self._is_whole = True
+        self._parts: tuple[GroupPart, ...] | None = None
         self._stack = ExitStack()
         self.files: list[OpenFile] = []
         most_open = min(MOST_OPEN, _open_files_limit() // 4)
@@ -85,27 +91,51 @@ class VersionReader:
         self.files = [file for file in self.files if file.entry.shard == number]
         self._is_whole = False
 
+    def keep_parts(self, parts: Sequence[GroupPart]) -> None:
+        """Read only what these parts of ``groups`` need.
+
+        Files hold each group for itself, and runs of neighbouring rows; within them, all tables and fields of
+        a group lie together under one checksum, so that rows and fields that no part has may be read, too.
+        """
+        self._parts = tuple(parts)
+
     def pieces(self, *, baseline: bool = True, born_after: int = 0) -> list[tuple[OpenFile, Piece]]:
         """All pieces that the version needs, in the order in which they are to be applied.
 
         ``born_after`` leaves out those that an earlier version of its era holds too.
         """
+        needed = self._needed(baseline, born_after)
+        return sorted((pair for pair in needed if self._is_kept(pair[1])), key=lambda pair: pair[1].rank)
+
+    def _needed(self, baseline: bool = True, born_after: int = 0) -> Iterator[tuple[OpenFile, Piece]]:
+        """The same in no order, with those that ``keep_parts`` leaves out."""
         v = self.version.version
-        needed = [
-            (file, piece)
-            for file in self.files
-            if baseline or file.entry.kind != "baseline"
-            for piece in file.pieces
-            if piece.rows and piece.first_born <= v < piece.last_died and piece.last_born > born_after
-        ]
-        return sorted(needed, key=lambda pair: pair[1].rank)
+        for file in self.files:
+            if baseline or file.entry.kind != "baseline":
+                for piece in file.pieces:
+                    if (
+                        piece.rows
+                        and piece.first_born <= v < piece.last_died
+                        and piece.last_born > born_after
+                    ):
+                        yield file, piece
+
+    def _is_kept(self, piece: Piece) -> bool:
+        """Whether a piece is read, though perhaps not all of it is wanted."""
+        if self._parts is None:
+            return True
+        of = self.stored_groups[piece.group].raw_rows_of
+        part = self._parts[piece.group if of is None else of]
+        # The rows of others are counted as they are read; and a raw row belongs to a mark that is read.
+        return bool(part.ranges) and (
+            of is not None or not piece.is_run or part.overlaps(piece.first_id, piece.last_id)
+        )
 
     def dense(self) -> bytes:
         """The verified bytes of the dense part."""
         entry = self.version.dense
-        where = f"{self.store.url}: {entry.name} (version {self.version.version})"
-        if self._dense.size != entry.bytes:
-            raise CorruptCheckpoint(f"{where} has {self._dense.size} bytes, expected {entry.bytes}")
+        where = where_dense(self.store, self.version)
+        _check_size(self._dense, self.version, where)
         data = self._dense.read()
         chunk.check_checksum(data, entry.checksum, where)
         self.bytes_read += len(data)
@@ -130,7 +160,7 @@ class VersionReader:
         """
         pieces = self.pieces(baseline=baseline, born_after=born_after)
         all_of_it = baseline and not born_after and self._is_whole
-        coverage = self._coverage(pieces) if all_of_it else None
+        coverage = self._coverage() if all_of_it else None
         if coverage is not None:
             coverage.check()
         chosen = Selection(self.stored_groups, self.version.version, born_after, coverage)
@@ -151,16 +181,15 @@ class VersionReader:
 
     def check_complete(self) -> None:
         """Raise CorruptCheckpoint if the headers show that rows are missing. Reads nothing."""
-        self._coverage(self.pieces()).check()
+        self._coverage().check()
 
     def count_rows(self) -> None:
         """Raise CorruptCheckpoint if rows are missing. Reads no records, only row ids where it has to."""
-        pieces = self.pieces()
         # One bit for each row. With more rows than its files could hold, the headers have to do.
         most_rows = max(_MOST_COUNTED, sum(file.entry.bytes for file in self.files))
-        coverage = self._coverage(pieces)
+        coverage = self._coverage()
         coverage.check(at_most=most_rows)
-        for file, piece in pieces:
+        for file, piece in self.pieces():
             if coverage.wants(piece):
                 index = file.read_index(piece)
                 coverage.note(piece, index.ids, index.positions_at(self.version.version))
@@ -170,8 +199,13 @@ class VersionReader:
     def _where(self) -> str:
         return f"version {self.version.version} of {self.store.url}"
 
-    def _coverage(self, pieces: Sequence[tuple[OpenFile, Piece]]) -> Coverage:
-        return Coverage(self.version, self.stored_groups, (piece for _, piece in pieces), self._where)
+    def _coverage(self) -> Coverage:
+        parts, counted = self._parts, None
+        if parts is not None:
+            of = [n if g.raw_rows_of is None else g.raw_rows_of for n, g in enumerate(self.stored_groups)]
+            counted = {number for number, whole in enumerate(of) if parts[whole].ranges}
+        pieces = (piece for _, piece in self._needed())
+        return Coverage(self.version, self.stored_groups, pieces, self._where, counted)
 
     def verify(self, on_progress: Callable[[int], None] = lambda done: None) -> int:
         """Read and check every byte that the version needs, and count its rows; how many bytes there were."""
@@ -208,16 +242,57 @@ def open_version(store: Store, version: int | None = None, manifest: Manifest | 
     manifest names, so that one is read and the version opened again.
     """
     current = manifest if manifest is not None else read_newest(store)
+    return _from_newest(store, version, current, lambda current, found: VersionReader(store, current, found))
+
+
+def _from_newest(
+    store: Store, version: int | None, current: Manifest, opened: Callable[[Manifest, Version], Opened]
+) -> Opened:
+    """What ``opened`` makes of a version; once more with the newest manifest where a file is gone."""
     for _ in range(_TRIES):
         found = find_version(current, version, store.url)
         try:
-            return VersionReader(store, current, found)
+            return opened(current, found)
         except ObjectMissing as error:
             missing, tried = error, current.number
         current = read_newest(store)
         if current.number == tried:
             break  # no writer has replaced it: it is lost
     raise CorruptCheckpoint(f"version {found.version} of {store.url} cannot be read: {missing}")
+
+
+def read_shapes(store: Store, version: int | None = None) -> tuple[Version, tuple[Group, ...], Any]:
+    """A version, the newest by default, its groups as they are in memory, and its dense part without content.
+
+    Reads the header of one file, which a writer may delete meanwhile: then from the newest manifest again.
+    """
+
+    def opened(manifest: Manifest, found: Version) -> tuple[Version, tuple[Group, ...], Any]:
+        groups = tuple(g.live() for g in manifest.era(found.era).decoded_groups() if g.raw_rows_of is None)
+        where = where_dense(store, found)
+        with store.open(found.dense.name) as file:
+            _check_size(file, found, where)
+            header = file.read(0, min(file.size, _FIRST_READ))
+            size = min(file.size, header_bytes(header))
+            header += file.read(len(header), max(size - len(header), 0))
+        return found, groups, decode_shapes(header, found.dense.bytes, where)
+
+    return _from_newest(store, version, read_newest(store), opened)
+
+
+def where_dense(store: Store, version: Version) -> str:
+    """How to name a version's dense file in messages."""
+    return f"{store.url}: {version.dense.name} (version {version.version})"
+
+
+def _check_size(file: ObjectReader, version: Version, where: str) -> None:
+    if file.size != version.dense.bytes:
+        raise CorruptCheckpoint(f"{where} has {file.size} bytes, expected {version.dense.bytes}")
+
+
+def by_preference(versions: Sequence[Version]) -> list[Version]:
+    """The newest first; those that may lack changes come last."""
+    return sorted(versions, key=lambda version: (bool(version.unverified), -version.version))
 
 
 def find_version(manifest: Manifest, version: int | None, url: str) -> Version:

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.format.dense import places_of
 from holdfast.checkpoint.format.records import Bytes2D, Field, Group, RowIds, Rows, Table
 from holdfast.checkpoint.format.tensor_file import Spec, check_free, new_tensor_file
 from holdfast.checkpoint.progress_bar import byte_progress
@@ -31,7 +32,6 @@ from holdfast.checkpoint.tools.export import (
     encode_dense,
     export_dcp,
     export_model,
-    places_of,
     read_into,
     read_tree,
     reading,

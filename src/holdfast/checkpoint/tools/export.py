@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.format.dense import TablePlace, decode_tree, encode_tree, map_tree
+from holdfast.checkpoint.format.dense import TablePlace, decode_tree, encode_tree, map_tree, places_of
 from holdfast.checkpoint.format.records import Bytes2D, Field, Group, Rows, Table
 from holdfast.checkpoint.format.tensor_file import Spec, check_free, mapped, new_tensor_file
 from holdfast.checkpoint.progress_bar import byte_progress
@@ -174,19 +174,6 @@ def choose_object(tree: Mapping[str, Any], name: str | None) -> str:
     if not isinstance(tree["objects"][name], dict):
         raise ConfigError(f"the state of {name!r} is not a dict: it cannot be exported")
     return name
-
-
-def places_of(state: Any) -> dict[str, TablePlace]:
-    """Where in a state rows of tables belong, by path."""
-    found: dict[str, TablePlace] = {}
-
-    def leaf(value: Any, path: str) -> Any:
-        if isinstance(value, TablePlace):
-            found[path] = value
-        return None
-
-    map_tree(state, leaf)
-    return found
 
 
 def row_name(table: str, field: str) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.dense import Array, TablePlace
 from holdfast.checkpoint.torch.values import DTYPE_NAMES
-from holdfast.errors import ConfigError, ModelMismatch
+from holdfast.errors import ConfigError, CorruptCheckpoint, ModelMismatch
+
+log = logging.getLogger("holdfast.checkpoint")
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
@@ -53,12 +58,65 @@ def check_module(name: str, module: nn.Module, saved: Any) -> None:
             if isinstance(value, (Array, TablePlace))
             else None
         )
-        if here != there:
+        grown = isinstance(value, TablePlace) and there is not None and _has_grown(there[0], here[0])
+        if here != there and not grown:
             raise ModelMismatch(f"{name}.{key} is {_show(there)} in the checkpoint and {_show(here)} here")
+
+
+def say_grown(grown: Mapping[str, tuple[int, int]], version: int) -> None:
+    """Log which tables have fewer rows in a version than here: the number of rows there and here."""
+    for name, (there, here) in grown.items():
+        log.warning(
+            "table %s has %d rows in version %d and %d here: the new rows stay as they were",
+            name, there, version, here,
+        )  # fmt: skip
+
+
+def _has_grown(there: tuple[int, ...], here: tuple[int, ...]) -> bool:
+    """Whether a table's shapes differ in the number of rows alone, of which there are more here."""
+    return bool(there and here) and there[1:] == here[1:] and there[0] < here[0]
+
+
+def check_begins_with_zero(optimizer: Optimizer, name: str, field: str, table: str) -> None:
+    """Raise ModelMismatch if rows that are new in a table may need other optimizer state than zeros.
+
+    Asked only for state that the optimizer has yet to make, in its first step.
+    """
+    if (type(optimizer).__name__, field.removeprefix(f"{name}.")) not in _BEGIN_WITH_ZERO:
+        raise ModelMismatch(
+            f"table {table} has grown since it was saved, and what {name} ({type(optimizer).__name__}) "
+            f"begins with in {field} of new rows is not known: let it take a step before, or leave {name} out"
+        )
+
+
+_BEGIN_WITH_ZERO = {
+    *(("Adam", key) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+    *(("AdamW", key) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+    *(("SparseAdam", key) for key in ("exp_avg", "exp_avg_sq", "step")),
+    *(("Adamax", key) for key in ("exp_avg", "exp_inf")),
+    *(("NAdam", key) for key in ("exp_avg", "exp_avg_sq")),
+    *(("RAdam", key) for key in ("exp_avg", "exp_avg_sq")),
+    *(("Adadelta", key) for key in ("square_avg", "acc_delta")),
+    *(("RMSprop", key) for key in ("square_avg", "grad_avg", "momentum_buffer")),
+    ("SGD", "momentum_buffer"),
+    ("RowMomentum", "momentum_buffer"),
+    ("RowWiseAdagrad", "sum"),
+}
+"""Optimizers and the state, one entry a row, that they make of zeros in their first step. SGD copies the
+gradient instead, which is what it would make of zeros, too, without dampening."""
 
 
 def _show(found: tuple[tuple[int, ...], str] | None) -> str:
     return f"{found[1]} of shape {list(found[0])}" if found else "no tensor"
+
+
+@contextlib.contextmanager
+def taken_for_damage(where: str) -> Iterator[None]:
+    """Report data of an unexpected structure, such as a list instead of a dict, as corruption."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpoint(f"{where} holds no valid state of these objects: {error!r}") from error
 
 
 def some(names: Any) -> str:

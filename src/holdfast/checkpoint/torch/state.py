@@ -28,7 +28,7 @@ from holdfast.checkpoint.format.dense import TablePlace, map_tree
 from holdfast.checkpoint.format.records import WEIGHT, Field, Group, make_groups
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.torch.capture import Capturer, Places, State
-from holdfast.checkpoint.torch.fit import check_module, check_objects, some
+from holdfast.checkpoint.torch.fit import check_begins_with_zero, check_module, check_objects, some
 from holdfast.checkpoint.torch.tables import LiveTable, RowTensors, find_tables
 from holdfast.checkpoint.torch.unseen import why_unseen_rows_change
 from holdfast.checkpoint.torch.values import (
@@ -51,6 +51,13 @@ class Unseen(NamedTuple):
     lasts: bool
 
 
+class _Room(NamedTuple):
+    """What a table's rows are restored into: tensors by field, with room for these rows or more."""
+
+    rows: int
+    tensors: dict[str, Tensor]
+
+
 class TrainingObjects:
     """Everything that a training run would lose in a crash.
 
@@ -65,6 +72,9 @@ class TrainingObjects:
         objects: those that were given and those that were found.
         tables: every table of the modules, by name.
         optimizers: those among the objects.
+        overwritten: how many rows of each table a restore that failed may have overwritten.
+        grown: the tables with more rows here than in the checkpoint that ``prepare`` was called for, with the
+            number of rows there and here.
     """
 
     def __init__(
@@ -79,12 +89,19 @@ class TrainingObjects:
         self.optimizers = {n: o for n, o in self.objects.items() if isinstance(o, Optimizer)}
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
         self._users = self._find_users()
-        self._incoming: dict[str, dict[str, Tensor]] = {}
+        self.overwritten: dict[str, int] = {}
+        self.grown: dict[str, tuple[int, int]] = {}
+        self._incoming: dict[str, _Room] = {}
         self._known: dict[str, RowTensors] = {}
         self._replaced: set[str] = set()
         self._live_tables: LiveTables | None = None
         self._places: Places | None = None
         self._seen_versions = self._versions()
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The modules among the objects."""
+        return self._modules
 
     def find_again(self) -> bool:
         """Look for the tables once more; whether there are others now, or other modules that use them.
@@ -96,7 +113,7 @@ class TrainingObjects:
             return False
         for name in find_in_backward(self._modules, known=self.objects.values()):
             raise ConfigError(
-                f"{name.removesuffix(_BACKWARD)} has got an optimizer that steps in the backward pass, after "
+                f"{name.removesuffix(BACKWARD)} has got an optimizer that steps in the backward pass, after "
                 "the Checkpointer was made: its state would not be saved; make the Checkpointer after it"
             )
         before, self.tables, self._users = self.tables, find_tables(self._modules), users
@@ -148,8 +165,8 @@ class TrainingObjects:
         order of the group that names the table. Ask anew for every save: states may have been replaced.
         """
         incoming = self._incoming.get(table)
-        if incoming:
-            return tuple(map(row_bytes, incoming.values()))
+        if incoming is not None:
+            return tuple(row_bytes(tensor)[: incoming.rows] for tensor in incoming.tensors.values())
         return self._look_at(self.tables[table]).views
 
     def dense_tree(self) -> dict[str, Any]:
@@ -220,8 +237,11 @@ class TrainingObjects:
         """Make ``fields`` give room for every row of a checkpoint; raise ModelMismatch if the tables differ.
 
         Optimizer state that these optimizers do not have yet is allocated, and theirs with ``load_dense``.
+        A table may have more rows here: the new ones stay as they are, and their optimizer state is what the
+        optimizer has, or begins with. ``grown`` says which those are.
         """
         self._incoming = {}
+        self.grown = {}
         saved = {table.name: (table.rows, group.fields) for group in groups for table in group.tables}
         for name in saved.keys() - self.tables.keys():
             raise ModelMismatch(
@@ -232,8 +252,23 @@ class TrainingObjects:
                 f"table {name} of the model is not in the checkpoint; the checkpoint's: {some(saved)}"
             )
         self._incoming = {name: self._room(self.tables[name], *found) for name, found in saved.items()}
+        sizes = {name: (room.rows, len(self.tables[name].weight)) for name, room in self._incoming.items()}
+        for name, (there, _) in sizes.items():
+            # Rows beyond those of an older version would be neither of it nor as they were.
+            if there < self.overwritten.get(name, 0):
+                raise CorruptCheckpoint(
+                    f"the checkpoint has {there} rows of table {name}, but {self.overwritten[name]} were "
+                    "overwritten by one that was found damaged: make the objects anew and restore this one"
+                )
+        self.overwritten.update({name: there for name, (there, _) in sizes.items()})
+        self.grown = {name: (there, here) for name, (there, here) in sizes.items() if here > there}
 
-    def load_dense(self, tree: Any) -> None:
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Have nothing to do with objects that were found: the checkpoint holds nothing of them."""
+        for name in names:
+            del self.objects[name], self._capturers[name], self.optimizers[name]
+
+    def load_dense(self, tree: Any, *, random_states: bool = True) -> None:
         """Load the state of every object, with the tensors of ``fields`` in it, and the random states."""
         self.check_dense(tree)
         for name, thing in self.objects.items():
@@ -244,7 +279,9 @@ class TrainingObjects:
                 raise
             except Exception as error:
                 raise ModelMismatch(f"{name} does not take the checkpoint's state: {error}") from error
-        set_random_states(tree.get("rng"))
+        if random_states:
+            set_random_states(tree.get("rng"))
+        self.overwritten.clear()
         self.cancel_restore()
 
     def cancel_restore(self) -> None:
@@ -357,7 +394,7 @@ class TrainingObjects:
                     self._places.add(tensor, TablePlace(name, field, tuple(tensor.shape)))
         return self._places
 
-    def _room(self, table: LiveTable, rows: int, fields: Sequence[Field]) -> dict[str, Tensor]:
+    def _room(self, table: LiveTable, rows: int, fields: Sequence[Field]) -> _Room:
         """The tensor to restore each field of the checkpoint into."""
         live = self._row_tensors(table)
         if all(field.name != WEIGHT for field in fields):
@@ -368,14 +405,14 @@ class TrainingObjects:
             if tensor is None:
                 tensor = self._new_state(table, rows, field)
             found = row_field(field.name, tensor)
-            if (len(tensor), found) != (rows, field):
+            if len(tensor) < rows or found != field:
                 what = table.name if field.name == WEIGHT else f"{field.name} of {table.name}"
                 raise ModelMismatch(
                     f"{what} is {rows} × {field.width} {field.dtype} in the checkpoint and "
                     f"{len(tensor)} × {found.width} {found.dtype} here"
                 )
             room[field.name] = tensor
-        return {field.name: room[field.name] for field in fields}
+        return _Room(rows, {field.name: room[field.name] for field in fields})
 
     def _new_state(self, table: LiveTable, rows: int, field: Field) -> Tensor:
         weight = table.weight
@@ -385,7 +422,9 @@ class TrainingObjects:
                 f"the checkpoint has {field.name} of table {table.name}, but no optimizer was given that has "
                 f"this name and this table; optimizers: {some(self.optimizers)}"
             )
-        return torch.zeros((rows, field.width), dtype=TORCH_DTYPES[field.dtype])
+        if len(weight) > rows:
+            check_begins_with_zero(self.optimizers[owner], owner, field.name, table.name)
+        return torch.zeros((max(rows, len(weight)), field.width), dtype=TORCH_DTYPES[field.dtype])
 
     def _check_optimizer(self, name: str, optimizer: Optimizer, saved: Any) -> None:
         if not isinstance(saved, dict) or not {"param_groups", "state"} <= saved.keys():
@@ -410,11 +449,13 @@ class TrainingObjects:
         if not isinstance(value, TablePlace):
             return live_leaf(value)
         table = self.tables.get(value.table)
-        tensors = self._incoming.get(value.table) or (self._row_tensors(table) if table else {})
+        room = self._incoming.get(value.table)
+        tensors = room.tensors if room else self._row_tensors(table) if table else {}
         tensor = tensors.get(value.field)
         if tensor is None:
             raise ModelMismatch(f"{path} is {value.field} of table {value.table}, which the checkpoint lacks")
-        return tensor if tuple(tensor.shape) == value.shape else tensor.view(value.shape)
+        shape = (len(tensor), *value.shape[1:])  # a table that has grown has more rows than were saved
+        return tensor if tuple(tensor.shape) == shape else tensor.view(shape)
 
     def _load(self, name: str, thing: Any, state: Any, tree: dict[str, Any]) -> None:
         if isinstance(thing, nn.Module):
@@ -433,7 +474,8 @@ class TrainingObjects:
                 thing.state_dict()
 
 
-_BACKWARD = ":backward"
+BACKWARD = ":backward"
+"""What ends the names of optimizers that step in the backward pass."""
 _IN_BACKWARD = "_in_backward_optimizers"
 
 
@@ -450,7 +492,7 @@ def find_in_backward(modules: Mapping[str, nn.Module], known: Iterable[Any]) -> 
                 for optimizer in vars(parameter).get(_IN_BACKWARD, ()) if parameter is not None else ():
                     if id(optimizer) not in seen:
                         seen.add(id(optimizer))
-                        key = ".".join(filter(None, (root, path, name))) + _BACKWARD
+                        key = ".".join(filter(None, (root, path, name))) + BACKWARD
                         number = sum(other.startswith(key) for other in found)
                         found[f"{key}{number or ''}"] = optimizer
     return found
