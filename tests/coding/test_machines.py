@@ -12,12 +12,18 @@ from hypothesis import strategies as st
 
 from holdfast.coding.machines import (
     best_machine,
+    best_spread,
     check_spread,
+    check_spread_in_domains,
+    evenly,
     fewest_machines,
+    in_turn,
     most_on_one,
     next_move,
     spread,
+    spread_in_domains,
     survives,
+    voters,
 )
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError
@@ -189,3 +195,230 @@ def test_moves_help() -> None:
     assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2]) is None, "no machine is left for it"
     assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 3]) == (3, 3)
     assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 4]) == (2, 4), "a spare machine"
+
+
+@st.composite
+def racks(draw: st.DrawFn, most: int = 6) -> list[int]:
+    """The domain of each machine."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=most))
+    return draw(st.permutations([domain for domain, size in enumerate(sizes) for _ in range(size)]))
+
+
+def in_racks(machine_of: Sequence[int], domain_of: Sequence[int]) -> list[int]:
+    return [domain_of[machine] for machine in machine_of]
+
+
+@settings(deadline=None)
+@given(codes(), racks())
+def test_no_domain_has_more_records_of_a_stripe_than_the_code_covers(
+    placement: Placement, domain_of: list[int]
+) -> None:
+    found = spread_in_domains(placement, domain_of)
+    assert (found is None) == (spread(placement, len(set(domain_of))) is None)
+    if found is None:
+        with pytest.raises(
+            ConfigError, match=r"domains? \(rack\): the loss of a domain would take more than"
+        ):
+            check_spread_in_domains(placement, domain_of, "rack")
+        return
+    assert len(found) == placement.servers
+    assert set(found) <= set(range(len(domain_of)))
+    assert records_lost(placement, in_racks(found, domain_of)) <= placement.r
+    assert survives(placement, found, domain_of)
+    assert survives(placement, found), "a machine is less than its domain"
+    assert check_spread_in_domains(placement, domain_of, "rack") == found
+
+
+@settings(deadline=None)
+@given(codes(), racks())
+def test_no_server_could_go_to_a_machine_with_two_servers_less(
+    placement: Placement, domain_of: list[int]
+) -> None:
+    found = spread_in_domains(placement, domain_of)
+    if found is None:
+        return
+    loads = [found.count(machine) for machine in range(len(domain_of))]
+    for domain in set(domain_of):
+        inside = [load for load, at in zip(loads, domain_of, strict=True) if at == domain]
+        assert max(inside) - min(inside) <= 1
+    for server, machine in itertools.product(range(placement.servers), range(len(domain_of))):
+        if loads[found[server]] == max(loads) and loads[machine] < max(loads) - 1:
+            moved = [machine if s == server else at for s, at in enumerate(found)]
+            assert records_lost(placement, in_racks(moved, domain_of)) > placement.r
+
+
+@settings(deadline=None)
+@given(codes(), st.integers(1, 8))
+def test_machines_that_are_their_own_domains_are_machines(placement: Placement, machines: int) -> None:
+    alone = list(range(machines))
+    found = spread(placement, machines)
+    in_domains = spread_in_domains(placement, alone)
+    assert (found is None) == (in_domains is None)
+    if found is not None:
+        assert survives(placement, found, alone) == survives(placement, found)
+        loads = [found.count(machine) for machine in alone]
+        if max(loads) - min(loads) <= 1:
+            assert in_domains == found
+
+
+@settings(deadline=None)
+@given(codes(), racks())
+def test_the_best_there_is(placement: Placement, domain_of: list[int]) -> None:
+    found = best_spread(placement, domain_of)
+    assert len(found) == placement.servers
+    assert set(found) <= set(range(len(domain_of)))
+    if spread_in_domains(placement, domain_of) is not None:
+        assert survives(placement, found, domain_of)
+    if spread(placement, len(domain_of)) is not None:
+        assert survives(placement, found)
+
+
+def test_what_is_best_in_two_racks() -> None:
+    domain_of = [0, 0, 0, 1, 1, 1]
+    found = best_spread(Placement(6, 4, 2), domain_of)
+    assert sorted(found) == list(range(6)), "a rack takes three of six, but a machine only one"
+    assert best_spread(Placement(4), domain_of) == (0, 3, 1, 4)
+    assert best_spread(Placement(6, 4, 2), [0]) == (0,) * 6
+
+
+def test_neighbours_are_in_different_domains() -> None:
+    assert in_turn([0, 0, 0, 1, 2, 2]) == (0, 3, 4, 1, 5, 2)
+    assert in_turn([5, 5]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("placement", "domain_of", "cure"),
+    [
+        (
+            Placement(4, 2, 1),
+            [0, 0, 1, 1, 2],
+            r"4 servers with a code of 2 \+ 1 on 5 machines in 3 domains \(zone\): the loss of a domain "
+            r"would take more than 1 of the 3 records of some stripes; use 4 domains or 6 servers, or a code",
+        ),
+        (Placement(5, 4, 1), [0, 0, 0, 0, 0], r"5 machines in 1 domain \(zone\).*use 5 domains, or a code"),
+    ],
+)
+def test_the_remedy_in_domains(placement: Placement, domain_of: list[int], cure: str) -> None:
+    assert spread(placement, len(domain_of)) is not None, "on machines without domains it would do"
+    with pytest.raises(ConfigError, match=cure):
+        check_spread_in_domains(placement, domain_of, "zone")
+
+
+@settings(deadline=None)
+@given(codes(most=14), racks(), st.data())
+def test_a_server_moves_to_where_most_redundancy_is_left_by_domain(
+    placement: Placement, domain_of: list[int], data: st.DataObject
+) -> None:
+    found = spread_in_domains(placement, domain_of)
+    lost = data.draw(st.sampled_from(domain_of))
+    usable = [machine for machine, domain in enumerate(domain_of) if domain != lost]
+    if found is None or not usable:
+        return
+    now: list[int | None] = [None if domain_of[machine] == lost else machine for machine in found]
+    for server in [server for server, machine in enumerate(now) if machine is None]:
+        chosen = best_machine(placement, now, server, usable, domain_of)
+
+        def excess(machine: int, server: int = server) -> tuple[int, int]:
+            there = [machine if slot == server else at for slot, at in enumerate(now)]
+            alone = [at if at is not None else -1 - slot for slot, at in enumerate(there)]
+            far = [domain_of[at] if at >= 0 else at for at in alone]
+            return tuple(max(0, most_on_one(placement, each) - placement.r) for each in (far, alone))  # type: ignore[return-value]
+
+        least = min(excess(machine)[0] for machine in usable)
+        assert excess(chosen)[0] == least
+        now[server] = chosen
+
+
+def test_another_rack_rather_than_an_empty_machine_of_the_same() -> None:
+    placement, domain_of = Placement(4, 2, 1), [0, 0, 1, 1, 2, 3]
+    now = [0, 2, 4, None]
+    assert best_machine(placement, now, 3, range(6), domain_of) == 5
+    assert best_machine(placement, now, 3, range(6)) == 1, "without domains, the first empty machine"
+    assert best_machine(placement, now, 3, [0, 1], domain_of) == 1, (
+        "the rack is full, but one machine is empty"
+    )
+
+
+@settings(deadline=None)
+@given(codes(most=12), racks(most=5), st.data())
+def test_servers_move_until_the_code_covers_any_domain_again(
+    placement: Placement, domain_of: list[int], data: st.DataObject
+) -> None:
+    """When a lost domain is back. No server moves that was not on it."""
+    found = spread_in_domains(placement, domain_of)
+    lost = data.draw(st.sampled_from(domain_of))
+    others = [machine for machine, domain in enumerate(domain_of) if domain != lost]
+    if found is None or not others:
+        return
+    at = list(found)
+    away = [server for server, machine in enumerate(found) if domain_of[machine] == lost]
+    for server in away:
+        at[server] = best_machine(placement, at, server, others, domain_of)
+    moved = []
+    while (move := next_move(placement, at, found, range(len(domain_of)), domain_of)) is not None:
+        server, machine = move
+        at[server] = machine
+        moved.append(server)
+    assert len(moved) == len(set(moved))
+    assert set(moved) <= set(away)
+    assert survives(placement, at, domain_of)
+
+
+@settings(deadline=None)
+@given(codes(most=9), racks(most=4), st.data())
+def test_moves_have_an_end(placement: Placement, domain_of: list[int], data: st.DataObject) -> None:
+    """Wherever servers and their homes are, and whichever machines may be used."""
+    machine = st.integers(0, len(domain_of) - 1)
+    places = st.lists(machine, min_size=placement.servers, max_size=placement.servers)
+    at, home = data.draw(places), data.draw(places)
+    usable = sorted(data.draw(st.sets(machine, min_size=1)))
+    before = most_on_one(placement, in_racks(at, domain_of))
+    seen = set()
+    while (move := next_move(placement, at, home, usable, domain_of)) is not None:
+        assert tuple(at) not in seen, "round and round"
+        seen.add(tuple(at))
+        server, machine_to = move
+        assert machine_to in usable
+        at[server] = machine_to
+    if before <= placement.r:
+        assert survives(placement, at, domain_of)
+
+
+@settings(deadline=None)
+@given(racks())
+def test_a_majority_of_voters_is_left_after_the_loss_of_any_domain(domain_of: list[int]) -> None:
+    chosen = voters(domain_of)
+    assert list(chosen) == sorted(set(chosen))
+    of_domain = [sum(domain_of[machine] == domain for machine in chosen) for domain in set(domain_of)]
+    if len(of_domain) < 3:
+        assert chosen == tuple(range(len(domain_of)))
+        return
+    assert 2 * (len(chosen) - max(of_domain)) > len(chosen)
+    left_out = [machine for machine in range(len(domain_of)) if machine not in chosen]
+    for machine in left_out:  # one more would be too many of its domain
+        more = [domain_of[m] for m in (*chosen, machine)]
+        assert 2 * (len(more) - more.count(domain_of[machine])) <= len(more) or more.count(
+            domain_of[machine]
+        ) > max(of_domain)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text("abc", min_size=1), st.integers(1, 5), min_size=1), st.integers(1, 12))
+def test_machines_come_from_all_domains_in_turn(sizes: dict[str, int], machines: int) -> None:
+    chosen = evenly(sizes, machines)
+    assert len(chosen) == machines
+    assert set(chosen) <= set(sizes)
+    if machines <= sum(sizes.values()):
+        counts = {domain: chosen.count(domain) for domain in sizes}
+        assert all(counts[domain] <= size for domain, size in sizes.items())
+        for one, other in itertools.permutations(sizes, 2):
+            assert counts[one] <= counts[other] + 1 or counts[other] == sizes[other]
+    assert evenly(sizes, machines + 1)[:machines] == chosen, "spares come last"
+
+
+def test_the_largest_domains_come_first() -> None:
+    assert evenly({"a": 1, "b": 3, "c": 3}, 3) == ["b", "c", "a"]
+    assert evenly({"a": 1, "b": 3, "c": 3}, 2) == ["b", "c"]
+    assert evenly({"a": 1, "b": 2}, 5) == ["b", "a", "b", "b", "a"], (
+        "more than there are: Ray is to find them"
+    )

@@ -28,6 +28,8 @@ ONE_AFTER_THE_OTHER = ("job.workers=1", "job.staleness=0")
 ENDLESS = "max_steps=1000000", "data.samples=256000000"
 BEFORE = 100
 """Steps before anything happens."""
+RACKS = {2: "rack=a", 3: "rack=a", 4: "rack=b", 5: "rack=b", 6: "rack=c", 7: "rack=c"}
+"""Labels of hosts, where racks are lost."""
 SCENARIOS: dict[str, Callable[[RayCluster], None]] = {}
 
 
@@ -52,6 +54,13 @@ def check_complete(job: RayJob, *, stopped: bool = False) -> dict[str, Any]:
     assert result["parities_checked"] > 0
     assert result["parities_wrong"] == 0
     return result
+
+
+def refusal(cluster: RayCluster, *settings: str) -> str:
+    """What a user reads whose job is refused."""
+    job = RayJob.start(cluster, [*SETTINGS, *settings], name="refused")
+    assert job.process.wait(120) == 2
+    return " ".join(job.log.read_text().split())
 
 
 def processes_on(host: Host) -> list[str]:
@@ -185,10 +194,45 @@ def user_killed(cluster: RayCluster) -> None:
     assert cluster.jobs() == "no job is on the cluster"
 
 
+@scenario
+def rack_lost(cluster: RayCluster) -> None:
+    """Both machines of a rack lose power at once, with the supervisor and the servers on them."""
+    said = refusal(cluster, "job.engine.domain=zone")
+    assert "6 of 6 machines of the Ray cluster have no label 'zone'" in said, said
+    assert "ray start --labels zone=VALUE" in said, said
+    said = refusal(cluster, "job.engine.domain=rack", "job.servers=4")
+    assert "4 servers with a code of 2 + 1 on 6 machines in 3 domains (rack)" in said, said
+    assert "use 4 domains or 6 servers" in said, said
+
+    job = begin(cluster, *ENDLESS, "job.servers=6", "job.engine.domain=rack")
+    rack_of = {cluster.lab[number].address: label for number, label in RACKS.items()}
+    at = [job.machine_of("server", slot) for slot in range(6)]
+    assert len(set(at)) == 6, "each machine has a server"
+    for ring in (at[0::2], at[1::2]):
+        assert len({rack_of[address] for address in ring}) == 3, "a ring of 2 + 1 has a server in each rack"
+    lost = rack_of[job.machine_of("supervisor", 0)]
+    for host in cluster.machines:
+        if rack_of[host.address] == lost:
+            host.power_off()
+    job.wait(lambda: len(job.events("server_recovered")) == 2 and job.events("redundancy_restored"))
+    assert lost not in {rack_of[address] for address in job.machines()}
+    assert job.events("spread_lost")
+    go_on(job)
+    for host in cluster.machines:
+        if rack_of[host.address] == lost:
+            cluster.switch_on(host)
+    job.wait(lambda: job.events("spread_restored"))
+    at = [job.machine_of("server", slot) for slot in range(6)]
+    for ring in (at[0::2], at[1::2]):
+        assert len({rack_of[address] for address in ring}) == 3
+    stop(cluster, job)
+
+
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     signal.alarm(800)
-    with Lab(HOSTS) as lab, RayCluster(lab, folder) as cluster:
+    labels = RACKS if name == rack_lost.__name__ else {}
+    with Lab(max(labels, default=HOSTS)) as lab, RayCluster(lab, folder, labels) as cluster:
         SCENARIOS[name](cluster)
 
 

@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,10 +50,12 @@ class RayCluster:
     Args:
         lab: the hosts.
         folder: for logs.
+        labels: of Ray's nodes, such as "rack=a", by the number of the host.
     """
 
-    def __init__(self, lab: Lab, folder: Path) -> None:
+    def __init__(self, lab: Lab, folder: Path, labels: Mapping[int, str] | None = None) -> None:
         self.lab, self.folder = lab, folder
+        self._labels = labels or {}
         self.address = f"{lab[1].address}:{PORT}"
         self.user = lab[1]
         """Where users' commands run, …"""
@@ -109,6 +111,8 @@ class RayCluster:
             f"--num-cpus={0 if is_head else CPUS}",
             f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats", "--block",
         ]  # fmt: skip
+        if host.number in self._labels:
+            command += ["--labels", self._labels[host.number]]
         with self._log(host).open("ab") as log:
             self._logged[host.number] = log.tell()
             host.popen(command, self.environment, stdout=log, stderr=log)

@@ -14,6 +14,7 @@ import logging
 import signal as signals
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,20 @@ from holdfast.cluster.runtime.engines.agent import NEWS, Agent
 from holdfast.cluster.runtime.files import FileNews, write_part
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
-from holdfast.coding.machines import best_machine, check_spread, next_move, spread, survives
+from holdfast.coding.machines import (
+    best_machine,
+    best_spread,
+    check_spread,
+    check_spread_in_domains,
+    evenly,
+    next_move,
+    survives,
+    voters,
+)
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError, JobFailed
 from holdfast.events import EventLog, started_at
-from holdfast.options import Ray
+from holdfast.options import NODE_DOMAIN, Ray
 
 NAMESPACE = "holdfast"
 _LOOK_SECONDS = 0.25
@@ -116,12 +126,17 @@ class RayEngine:
         self._group: PlacementGroup | None = None
         self._threads: list[threading.Thread] = []
         _connect(options)
-        count = options.machines or _machines_alive()
-        self.home = _spread(placement, count, options)
+        count = options.machines or len(_usable_nodes())
+        values = _domains(count + options.spares, options)
+        self._domain_of = [values.index(value) for value in values]
+        """The failure domain of each machine. Whatever Ray finds in a machine's place is in the same one."""
+        self.home = _spread(placement, self._domain_of[:count], options)
         """The machine of each server, as planned."""
+        self._voters = frozenset(voters(self._domain_of))
+        """The machines that have vaults."""
         self._machines = [_Machine(number) for number in range(count + options.spares)]
         try:
-            self._group = _place(self._machines, self._bundles(count, workers), options)
+            self._group = _place(values, self._bundles(count, workers), options)
             self._come_up()
         except BaseException:
             self.close(0.0)
@@ -197,7 +212,9 @@ class RayEngine:
         """Whether the code covers the loss of any machine as servers run now."""
         with self._lock:
             at = self._servers_at()
-        return survives(self._placement, at) if at is not None and self._placement.r else None
+        if at is None or not self._placement.r:
+            return None
+        return survives(self._placement, at, self._domain_of)
 
     def misplaced(self) -> Peer | None:
         """A server that should start anew on another machine, so that the code covers more. Its next process
@@ -207,7 +224,7 @@ class RayEngine:
             usable = [machine.number for machine in self._machines if self._is_usable(machine)]
             if at is None or not usable or not self._placement.r:
                 return None
-            move = next_move(self._placement, at, self.home, usable)
+            move = next_move(self._placement, at, self.home, usable, self._domain_of)
             if move is None:
                 return None
             slot, self._targets[slot] = move
@@ -254,7 +271,7 @@ class RayEngine:
         """Open a vault on a machine that has an agent, unless there are no keys for another one."""
         with self._lock:
             slot = self._vaults_opened
-            if slot >= len(keys) or machine.actor is None:
+            if slot >= len(keys) or machine.actor is None or machine.number not in self._voters:
                 return
             self._vaults_opened += 1
             call = machine.actor.open_vault.remote(job, slot, msgspec.json.encode(keys[slot]))
@@ -344,7 +361,7 @@ class RayEngine:
             # At the beginning the others are not there yet, but will be where they are planned.
             at = [self.home[slot] if machine is None else machine for slot, machine in enumerate(at)]
             ordered = sorted(usable, key=lambda number: (number != home, number))
-            return usable[best_machine(self._placement, at, peer.slot, ordered)]
+            return usable[best_machine(self._placement, at, peer.slot, ordered, self._domain_of)]
         running = [machine.number for other, machine in self._peers.items() if other.role == peer.role]
         home = self._home_of(peer.role, peer.slot) % len(self._machines)
         return usable[min(usable, key=lambda number: (running.count(number), number != home, number))]
@@ -510,31 +527,56 @@ def _nodes_alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
-def _machines_alive() -> int:
-    return sum(bool(node["Resources"].get("CPU")) for node in _nodes_alive())
+def _usable_nodes() -> list[dict[str, Any]]:
+    return [node for node in _nodes_alive() if node["Resources"].get("CPU")]
 
 
-def _spread(placement: Placement, machines: int, options: Ray) -> tuple[int, ...]:
-    if not placement.r:
-        return spread(placement, machines) or ()
-    if options.spread == "require":
-        return check_spread(placement, machines)
-    return spread(placement, machines) or tuple(
-        s // placement.groups % machines for s in range(placement.servers)
+def _domains(machines: int, options: Ray) -> list[str]:
+    """The failure domain of each machine: a value of the label, as evenly as the cluster has them."""
+    label = options.domain
+    if label == NODE_DOMAIN:
+        return [str(machine) for machine in range(machines)]
+    nodes = _usable_nodes()
+    if not nodes:
+        raise ConfigError("the Ray cluster has no machine with processors: start Ray on some")
+    without = [node["NodeManagerAddress"] for node in nodes if not node["Labels"].get(label)]
+    if without:
+        raise ConfigError(
+            f"{len(without)} of {len(nodes)} machines of the Ray cluster have no label {label!r}, which is "
+            f"job.engine.domain: {', '.join(without)}; start Ray there with `ray start --labels "
+            f"{label}=VALUE`, or set job.engine.domain={NODE_DOMAIN}"
+        )
+    return evenly(Counter(node["Labels"][label] for node in nodes), machines)
+
+
+def _spread(placement: Placement, domain_of: Sequence[int], options: Ray) -> tuple[int, ...]:
+    if not placement.r or options.spread == "prefer":
+        return best_spread(placement, domain_of)
+    if options.domain == NODE_DOMAIN:
+        return check_spread(placement, len(domain_of))
+    return check_spread_in_domains(placement, domain_of, options.domain)
+
+
+def _place(domains: Sequence[str], bundles: list[dict[str, float]], options: Ray) -> PlacementGroup:
+    label = None if options.domain == NODE_DOMAIN else options.domain
+    group: PlacementGroup = placement_group(
+        bundles,
+        strategy="STRICT_SPREAD",
+        bundle_label_selector=[{label: value} for value in domains] if label is not None else None,
     )
-
-
-def _place(machines: Sequence[_Machine], bundles: list[dict[str, float]], options: Ray) -> PlacementGroup:
-    group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
     if not group.wait(_PLACE_SECONDS):
         remove_placement_group(group)
         have = ", ".join(
-            f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPUs)"
+            f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPUs"
+            + (f", {label}={node['Labels'].get(label)}" if label is not None else "")
+            + ")"
             for node in _nodes_alive()
         )
+        where = ", ".join(f"{count} with {label}={value}" for value, count in Counter(domains).items())
         raise ConfigError(
-            f"the Ray cluster has no room for {len(machines)} machines with {bundles[0]} free on each: it "
-            f"has {have}; add machines, or lower job.engine.machines, spares, server_cpus or worker_cpus"
+            f"the Ray cluster has no room for {len(domains)} machines{f' ({where})' if label else ''} with "
+            f"{bundles[0]} free on each: it has {have}; add machines, or lower job.engine.machines, spares, "
+            "server_cpus or worker_cpus"
         )
     return group
 
