@@ -58,8 +58,8 @@ def check_complete(job: RayJob, *, stopped: bool = False) -> dict[str, Any]:
 
 def refusal(cluster: RayCluster, *settings: str) -> str:
     """What a user reads whose job is refused."""
-    job = RayJob.start(cluster, [*SETTINGS, *settings], name="refused")
-    assert job.process.wait(120) == 2
+    job = RayJob.start(cluster, [*SETTINGS, *settings], name=f"refused-{len(settings)}")
+    assert job.process.wait(120) == 1
     return " ".join(job.log.read_text().split())
 
 

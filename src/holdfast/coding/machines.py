@@ -30,7 +30,7 @@ _FURTHER_SERVERS = 4
 
 def most_on_one(placement: Placement, machine_of: Sequence[int]) -> int:
     """The most records of one stripe on one machine. ``machine_of`` is the machine of each server."""
-    return max(count for window in _windows(placement, machine_of) for count in Counter(window).values())
+    return max(count for window in windows(placement, machine_of) for count in Counter(window).values())
 
 
 def survives(placement: Placement, machine_of: Sequence[int], domain_of: Sequence[int] | None = None) -> bool:
@@ -160,80 +160,6 @@ def _refusal(placement: Placement, places: int, where: str, place: str) -> Confi
     )
 
 
-def best_machine(
-    placement: Placement,
-    machine_of: Sequence[int | None],
-    server: int,
-    usable: Sequence[int],
-    domain_of: Sequence[int] | None = None,
-) -> int:
-    """The machine to run a server on, of those that are usable, given where all others are.
-
-    The one that keeps most redundancy if a domain is lost; of those, if a machine is; of those, the one with
-    the fewest servers. None is the machine of a server that does not run.
-    """
-
-    def excess(where: Sequence[int | None]) -> int:
-        # Only windows with this server can become worse.
-        counts = (window.count(where[server]) for window in _windows(placement, where, server))
-        return max(0, max(counts) - placement.r)
-
-    def cost(machine: int) -> tuple[int, int, int, int]:
-        there = [machine if slot == server else at for slot, at in enumerate(machine_of)]
-        of_domain = excess(_domains(there, domain_of))
-        return of_domain, excess(there), there.count(machine), usable.index(machine)
-
-    return min(usable, key=cost)
-
-
-def next_move(
-    placement: Placement,
-    machine_of: Sequence[int],
-    home: Sequence[int],
-    usable: Sequence[int],
-    domain_of: Sequence[int] | None = None,
-) -> tuple[int, int] | None:
-    """A server to start anew, and on which machine, such that the code covers the loss of more domains, or of
-    as many domains and more machines; None if it covers that of any, or no move helps.
-
-    Servers go home, one after the other, if it helps that all do whose home is usable: a few moves may help
-    only together. Otherwise, each move helps by itself. So there is an end.
-    """
-
-    def left(where: Sequence[int]) -> tuple[int, int]:
-        of_machines = _uncovered(placement, where)
-        return (of_machines if domain_of is None else _uncovered(placement, _domains(where, domain_of))), (
-            of_machines
-        )
-
-    def after(move: tuple[int, int]) -> tuple[int, int]:
-        server, machine = move
-        return left([machine if s == server else at for s, at in enumerate(machine_of)])
-
-    now = left(machine_of)
-    if not any(now):
-        return None
-    wanted = [there if there in usable else at for there, at in zip(home, machine_of, strict=True)]
-    back = [(s, there) for s, there in enumerate(wanted) if machine_of[s] != there]
-    if back and left(wanted) < now:
-        return min(back, key=after)
-    best = min(((s, machine) for s in range(placement.servers) for machine in usable), key=after)
-    return best if after(best) < now else None
-
-
-def _domains(machine_of: Sequence[int | None], domain_of: Sequence[int] | None) -> Sequence[int | None]:
-    if domain_of is None:
-        return machine_of
-    return [None if machine is None else domain_of[machine] for machine in machine_of]
-
-
-def _uncovered(placement: Placement, machine_of: Sequence[int | None]) -> int:
-    """Records that the loss of one machine would take beyond what the code covers: over all windows, and all
-    machines."""
-    counts = (count for window in _windows(placement, machine_of) for count in Counter(window).values())
-    return sum(max(0, count - placement.r) for count in counts)
-
-
 def _within(placement: Placement, domains: Sequence[int], domain_of: Sequence[int]) -> tuple[int, ...]:
     """The machine of each server, given its domain: the machines of the domain in turn, along each ring."""
     turns = {
@@ -253,7 +179,7 @@ def _levelled(placement: Placement, machine_of: Sequence[int], domain_of: Sequen
     def is_covered(server: int, machine: int) -> bool:
         there = [domain_of[machine if s == server else m] for s, m in enumerate(at)]
         domain = domain_of[machine]
-        return all(window.count(domain) <= placement.r for window in _windows(placement, there, server))
+        return all(window.count(domain) <= placement.r for window in windows(placement, there, server))
 
     while True:
         load = [at.count(machine) for machine in range(len(domain_of))]
@@ -272,7 +198,7 @@ def _with_servers(placement: Placement, servers: int) -> Placement:
     return Placement.grouped(servers, placement.k, placement.r)
 
 
-def _windows(
+def windows(
     placement: Placement, machine_of: Sequence[int | None], server: int | None = None
 ) -> Iterator[list[int | None]]:
     """The machines of each window; with a server, of those that it is in."""
@@ -334,10 +260,16 @@ def _formulas(count: int, width: int, r: int, machines: int) -> Iterator[tuple[i
 
 def _fits(arranged: Sequence[int], width: int, r: int) -> bool:
     count = len(arranged)
-    return all(
-        max(Counter(arranged[(start + i) % count] for i in range(width)).values()) <= r
-        for start in range(count)
-    )
+    inside = Counter(arranged[: width - 1])
+    if max(inside.values(), default=0) > r:
+        return False
+    for last in range(width - 1, width - 1 + count):
+        machine = arranged[last % count]
+        inside[machine] += 1
+        if inside[machine] > r:
+            return False
+        inside[arranged[last - width + 1]] -= 1
+    return True
 
 
 def _imbalance(arranged: Sequence[int], machines: int) -> int:

@@ -32,15 +32,14 @@ from holdfast.cluster.runtime.files import FileNews, write_part
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
 from holdfast.coding.machines import (
-    best_machine,
     best_spread,
     check_spread,
     check_spread_in_domains,
     evenly,
-    next_move,
     survives,
     voters,
 )
+from holdfast.coding.moves import best_machine, next_move
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError, JobFailed
 from holdfast.events import EventLog, started_at
@@ -539,7 +538,7 @@ def _domains(machines: int, options: Ray) -> list[str]:
     nodes = _usable_nodes()
     if not nodes:
         raise ConfigError("the Ray cluster has no machine with processors: start Ray on some")
-    without = [node["NodeManagerAddress"] for node in nodes if not node["Labels"].get(label)]
+    without = sorted(node["NodeManagerAddress"] for node in nodes if not node["Labels"].get(label))
     if without:
         raise ConfigError(
             f"{len(without)} of {len(nodes)} machines of the Ray cluster have no label {label!r}, which is "
