@@ -177,14 +177,17 @@ def _levelled(placement: Placement, machine_of: Sequence[int], domain_of: Sequen
     at = list(machine_of)
 
     def is_covered(server: int, machine: int) -> bool:
-        there = [domain_of[machine if s == server else m] for s, m in enumerate(at)]
-        domain = domain_of[machine]
-        return all(window.count(domain) <= placement.r for window in windows(placement, there, server))
+        before, at[server] = at[server], machine
+        there = windows(placement, at, server)
+        domains = (Counter(domain_of[m] for m in window if m is not None) for window in there)
+        covered = all(count[domain_of[machine]] <= placement.r for count in domains)
+        at[server] = before
+        return covered
 
     while True:
-        load = [at.count(machine) for machine in range(len(domain_of))]
-        full = max(load)
-        emptier = sorted((m for m in range(len(load)) if load[m] < full - 1), key=lambda m: load[m])
+        load = Counter(at)
+        full = max(load.values())
+        emptier = sorted((m for m in range(len(domain_of)) if load[m] < full - 1), key=load.__getitem__)
         moves = ((s, m) for m in emptier for s, there in enumerate(at) if load[there] == full)
         move = next((move for move in moves if is_covered(*move)), None)
         if move is None:
@@ -227,8 +230,8 @@ def _least_loading_shift(load: NDArray[np.int64], arranged: Sequence[int]) -> in
     added = np.bincount(arranged, minlength=machines)
     used = np.flatnonzero(added)
     at = (used + np.arange(machines)[:, None]) % machines
-    after: NDArray[np.int64] = (load[at] + added[used]).max(axis=1)
-    return int(np.argmin(np.maximum(after, load.max())))
+    most = np.maximum((load[at] + added[used]).max(axis=1), load.max())
+    return int(np.lexsort(((load[at] * added[used]).sum(axis=1), most))[0])
 
 
 @lru_cache(maxsize=4096)
