@@ -567,7 +567,7 @@ def _place(domains: Sequence[str], bundles: list[dict[str, float]], options: Ray
         remove_placement_group(group)
         have = ", ".join(
             f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPUs"
-            + (f", {label}={node['Labels'].get(label)}" if label is not None else "")
+            + (f", {label}={node['Labels'][label]}" if label in node["Labels"] else "")
             + ")"
             for node in _nodes_alive()
         )
