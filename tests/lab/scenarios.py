@@ -208,8 +208,9 @@ def rack_lost(cluster: RayCluster) -> None:
     rack_of = {cluster.lab[number].address: label for number, label in RACKS.items()}
     at = [job.machine_of("server", slot) for slot in range(6)]
     assert len(set(at)) == 6, "each machine has a server"
-    for ring in (at[0::2], at[1::2]):
-        assert len({rack_of[address] for address in ring}) == 3, "a ring of 2 + 1 has a server in each rack"
+    assert all(len({rack_of[at[(slot + i) % 6]] for i in range(3)}) == 3 for slot in range(6)), (
+        "the records of a stripe, on three servers that follow each other, are in three racks"
+    )
     lost = rack_of[job.machine_of("supervisor", 0)]
     for host in cluster.machines:
         if rack_of[host.address] == lost:
@@ -223,8 +224,7 @@ def rack_lost(cluster: RayCluster) -> None:
             cluster.switch_on(host)
     job.wait(lambda: job.events("spread_restored"))
     at = [job.machine_of("server", slot) for slot in range(6)]
-    for ring in (at[0::2], at[1::2]):
-        assert len({rack_of[address] for address in ring}) == 3
+    assert all(len({rack_of[at[(slot + i) % 6]] for i in range(3)}) == 3 for slot in range(6))
     stop(cluster, job)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast.cluster.make_plan import plan_job
+from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.options import Chunked
+from holdfast.policy.mechanisms import Parities
 from holdfast.policy.planner import plan
 from holdfast.policy.protections import KINDS
 from holdfast.policy.situation import Costs
@@ -222,3 +224,19 @@ def test_every_cost_and_every_protection_is_documented() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     for name in (*(one.name for one in fields(Costs)), *KINDS):
         assert f"`{name}`" in guide
+
+
+@pytest.mark.parametrize(("servers", "rings"), [(11, 1), (12, 2), (19, 3)])
+@pytest.mark.parametrize("kind", ["ecrm", "ecrec", "replication"])
+def test_a_job_places_servers_as_its_plan_does(tmp_path: Path, kind: str, servers: int, rings: int) -> None:
+    question = read_question(Given(size="220GB", servers=servers, mtbf="20h", k=4, r=2))
+    found = plan(question.situation, question.wishes, [kind])
+    mechanism = found.best.mechanism
+    assert isinstance(mechanism, Parities)
+    config = load(None)
+    out = tmp_path / "planned.yaml"
+    write_configuration(found, config, out, None, force=False)
+    placement = plan_job(load(out)).placement
+    assert placement == Placement.grouped(servers, mechanism.code.k, mechanism.code.r)
+    if kind != "replication":
+        assert placement.groups == rings

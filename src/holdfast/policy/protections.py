@@ -326,6 +326,8 @@ def erasure_code(
         atomic = kind == "ecrec"
         name = f"code {code.k}+{code.r}{', atomic' * atomic}"
         protection |= {"atomic": atomic, "dense": "replicate" if atomic else "workers"}
+    if code.groups > 1:
+        protection["rings"] = True  # as the chances of a loss assume
     return Estimate(
         kind=kind,
         name=name,
