@@ -38,4 +38,4 @@ def test_the_longest_pause() -> None:
 
 
 def test_scenarios() -> None:
-    assert set(SCENARIOS) == {"speed", "losses", "exact"}
+    assert set(SCENARIOS) == {"speed", "losses", "controller", "exact"}

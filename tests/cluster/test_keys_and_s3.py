@@ -54,7 +54,7 @@ def test_a_job_with_keys_goes_on_from_an_object_store(
     class Recorded(JobKeys):
         def __init__(self, servers: int, workers: int, vaults: int) -> None:
             super().__init__(servers, workers, vaults)
-            secrets.extend(secret.encode() for _, secret in self._pairs.values())
+            secrets.extend(pair.secret.encode() for pair in self.pairs)
 
     monkeypatch.setattr(job_module, "JobKeys", Recorded)
 

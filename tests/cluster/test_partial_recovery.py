@@ -61,7 +61,7 @@ def test_only_the_dead_servers_rows_go_back(tmp_path: Path, protection: str, eve
         # Each batch updates 16 rows; of each worker's push that was on its way, nothing is known.
         share = on_dead.mean()
         assert lost.sum() <= 16 * share * 1.5 * (back["samples_lost"] / 8 + 2 * plan.workers)
-    assert 0 < back["pls"] < 1 / 3
+    assert 0 < back["pls"] <= 1 / 3  # a third where nothing counts before the server goes on
     assert back["rows"] == on_dead.sum()
 
 

@@ -78,6 +78,8 @@ def test_a_job_without_a_batch_has_no_speed() -> None:
 class Ended:
     """An engine whose supervisor has ended."""
 
+    launcher = 0
+
     def __init__(self) -> None:
         self.left = [Exit(Peer("supervisor"), -9)]
 
@@ -106,6 +108,8 @@ def test_a_supervisor_that_dies_before_it_has_said_how_the_job_ended(told: bool)
 
 class Obedient:
     """An engine that notes what it is told to do."""
+
+    launcher = 0
 
     def __init__(self) -> None:
         self.killed: list[Peer] = []

@@ -7,6 +7,7 @@ The first host has Ray's head and the user; the job's machines are the others.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.testing.lab import Host, Lab, command_line
-from holdfast.testing.ray_cluster import NAME, NODE, RayCluster, RayJob, local_job
+from holdfast.testing.ray_cluster import CONTROLLER, NAME, NODE, RayCluster, RayJob, local_job
 
 HOSTS = 5
 STEPS = 3000
@@ -228,11 +229,82 @@ def rack_lost(cluster: RayCluster) -> None:
     stop(cluster, job)
 
 
+@scenario
+def controller_lost(cluster: RayCluster) -> None:
+    """The machine with the user's process, the controller and a server loses power. A machine that is left
+    starts another controller, the job goes on, and whoever attaches finds the whole log."""
+    cluster.user = lost = cluster.lab[2]
+    job = begin(cluster, *ENDLESS, "job.servers=4")
+    assert lost.find(CONTROLLER)
+    before = [event["step"] for event in job.events("progress")]
+    others = {job.machine_of("server", slot) for slot in range(4)} - {lost.address}
+    assert len(others) == 3
+    lost.power_off()
+    cluster.user = cluster.lab[1]
+    later = RayJob.attach(cluster)
+    later.wait(lambda: later.events("controller_replaced") and later.events("redundancy_restored"))
+    go_on(later)
+    assert {later.machine_of("server", slot) for slot in range(4)} == others
+    stop(cluster, later)
+    assert [event["step"] for event in later.events("progress")][: len(before) - 1] == before[:-1]
+    assert cluster.jobs() == "no job is on the cluster"
+
+
+@scenario
+def controllers_die(cluster: RayCluster) -> None:
+    """One controller after the other is killed. The processes of the job do not notice."""
+    job = begin(cluster, *ENDLESS)
+    started = len(job.events("process_started"))
+    for _ in range(3):
+        replaced = len(job.events("controller_replaced"))
+        (host,) = [host for host in cluster.lab.hosts.values() if host.find(CONTROLLER)]
+        (pid,) = host.find(CONTROLLER)
+        os.kill(pid, signal.SIGKILL)
+        while len(job.events("controller_replaced")) == replaced:
+            go_on(job)
+    assert len(job.events("process_started")) == started
+    stop(cluster, job)
+
+
+@scenario
+def head_lost(cluster: RayCluster) -> None:
+    """Ray's head loses power, and comes back with what Redis has kept. The job, whose controller is
+    elsewhere, does not notice; then it can be stopped as ever."""
+    cluster.user = cluster.lab[2]
+    job = begin(cluster, *ENDLESS)
+    cluster.lab[1].power_off()
+    go_on(job)
+    cluster.switch_on(cluster.lab[1])
+    go_on(job)
+    assert not job.events("server_lost")
+    assert not job.events("controller_replaced")
+    stop(cluster, job)
+
+
+@scenario
+def head_lost_with_controller(cluster: RayCluster) -> None:
+    """The same, with the controller and the user's process beside the head."""
+    job = begin(cluster, *ENDLESS)
+    cluster.lab[1].power_off()
+    cluster.user = cluster.lab[2]
+    cluster.switch_on(cluster.lab[1])
+    later = RayJob.attach(cluster)
+    later.wait(lambda: later.events("controller_replaced"))
+    go_on(later)
+    assert not later.events("server_lost")
+    assert later.step() > job.step()
+    stop(cluster, later)
+
+
+WITH_REDIS = ("head_lost", "head_lost_with_controller")
+
+
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     signal.alarm(800)
     labels = RACKS if name == rack_lost.__name__ else {}
-    with Lab(max(labels, default=HOSTS)) as lab, RayCluster(lab, folder, labels) as cluster:
+    hosts = max(labels, default=HOSTS)
+    with Lab(hosts) as lab, RayCluster(lab, folder, redis=name in WITH_REDIS, labels=labels) as cluster:
         SCENARIOS[name](cluster)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,13 @@ import pytest
 from holdfast.chaos.machines import run_on_machines
 from holdfast.chaos.run import ChaosOptions
 from holdfast.testing.lab import enclosed, unavailable
-from tests.lab.scenarios import SCENARIOS
+from tests.lab.scenarios import SCENARIOS, WITH_REDIS
 
 WHY_NOT = unavailable() or ("" if importlib.util.find_spec("ray") else "Ray is not installed")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
-IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "user_killed")
+IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "controller_lost", "user_killed")
 
 
 @pytest.mark.soak
@@ -32,8 +33,19 @@ def test_chaos(tmp_path: Path) -> None:
     assert len(said) == result.faults.total()
 
 
+NEEDS_REDIS = pytest.mark.skipif(
+    not shutil.which("redis-server"), reason="redis-server is missing: install Debian's package redis-server"
+)
+
+
 @pytest.mark.parametrize(
-    "name", [name if name in IN_SUITE else pytest.param(name, marks=pytest.mark.soak) for name in SCENARIOS]
+    "name",
+    [
+        name
+        if name in IN_SUITE
+        else pytest.param(name, marks=[pytest.mark.soak, *([NEEDS_REDIS] if name in WITH_REDIS else [])])
+        for name in SCENARIOS
+    ],
 )
 def test_scenario(name: str, tmp_path: Path) -> None:
     command = enclosed([sys.executable, "-m", "tests.lab.scenarios", name, str(tmp_path)])

@@ -153,13 +153,13 @@ def the_next_push_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 # Each with a seed that shows it, so that it need not be searched for as long as nothing changes.
 MUTATIONS = {
     no_repetitions: 1,
-    zombies_count: 936,
-    staged_pushes_all_count: 26,
-    workers_start_at_once: 70,
-    half_batches_are_cut: 11,
+    zombies_count: 458,
+    staged_pushes_all_count: 158,
+    workers_start_at_once: 3,
+    half_batches_are_cut: 7,
     cuts_do_not_wait: 0,
-    epochs_are_forgotten: 107,
-    the_next_push_does_not_wait: 0,
+    epochs_are_forgotten: 5,
+    the_next_push_does_not_wait: 2,
 }
 
 

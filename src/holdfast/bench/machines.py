@@ -10,8 +10,9 @@ silence. Each round makes a new lab.
   one, whose steps are short.
 - ``machines.KIND.resume_seconds``: from a failure until batches count again, after the longest pause since.
   *process* is a server process that is killed, *poweroff* a machine with a server that is switched off
-  without anybody being told, *supervisor* the same with the machine of the supervisor. A job reports its
-  steps four times a second, so these figures are up to a quarter of a second too long or too short.
+  without anybody being told, *supervisor* the same with the machine of the supervisor, *controller* that of
+  the controller, with a server on it. A job reports its steps four times a second, so these figures are up
+  to a quarter of a second too long or too short.
 - ``machines.driver.pause_seconds``: the longest time without a batch that counts, in the five seconds after
   the user's process was killed, from report to report.
 - ``machines.bit_exact``: 1 if a job that loses a machine ends with the rows, to the bit, of one on a single
@@ -72,9 +73,9 @@ def run(report: Report) -> None:
         "machines.ray_over_local.samples_per_second",
         ratio([one["ray"] for one in speeds], [one["local"] for one in speeds]),
     )
-    losses = [_in_a_lab("losses") for _ in range(rounds)]
+    losses = [_in_a_lab("losses") | _in_a_lab("controller") for _ in range(rounds)]
     report.raw["losses"] = losses
-    for kind in ("process", "poweroff", "supervisor"):
+    for kind in ("process", "poweroff", "supervisor", "controller"):
         report.figure(f"machines.{kind}.resume_seconds", Spread.of([one[kind] for one in losses]))
     report.figure("machines.driver.pause_seconds", Spread.of([one["driver"] for one in losses]))
     if not report.quick:
@@ -138,6 +139,25 @@ def measure_losses(lab: Lab, folder: Path) -> dict[str, float]:
     return found
 
 
+def measure_controller(lab: Lab, folder: Path) -> dict[str, float]:
+    """Seconds that a job pauses when the machine with its controller loses power. Each machine has a
+    server."""
+    with RayCluster(lab, folder) as cluster:
+        cluster.user = lost = cluster.lab[2]
+        job = RayJob.start(cluster, [*SETTINGS, *ENDLESS, "job.servers=4"])
+        job.wait(lambda: job.step() > _BEFORE, 300.0)
+        at = time.time()
+        lost.power_off()
+        cluster.user = cluster.lab[1]
+        later = RayJob.attach(cluster)
+        later.wait(lambda: later.events("controller_replaced") and later.events("redundancy_restored"))
+        _go_on(later)
+        resumed = _resumed_at(later, at)
+        cluster.command("stop", NAME)
+        later.finish()
+    return {"controller": resumed - at}
+
+
 def measure_exact(lab: Lab, folder: Path) -> dict[str, bool]:
     """Whether the records of both jobs are the same."""
     settings = [*SETTINGS, *ONE_AFTER_THE_OTHER, f"data.samples={256 * _STEPS}"]
@@ -171,6 +191,7 @@ def _longest_pause(times: Sequence[float]) -> float:
 SCENARIOS: dict[str, Callable[[Lab, Path], dict[str, Any]]] = {
     "speed": measure_speed,
     "losses": measure_losses,
+    "controller": measure_controller,
     "exact": measure_exact,
 }
 

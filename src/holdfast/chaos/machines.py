@@ -29,7 +29,7 @@ from holdfast.cluster.server.process import prepare
 from holdfast.errors import HoldfastError, NoSuchVersion
 from holdfast.options import Ray
 from holdfast.testing.lab import Host, Lab, check_available, enclosed
-from holdfast.testing.ray_cluster import NAME, NODE, RayCluster, RayJob, started_by
+from holdfast.testing.ray_cluster import CONTROLLER, NAME, NODE, RayCluster, RayJob, started_by
 from holdfast.training.session import make_folder
 
 MACHINE_KINDS: Final = {
@@ -42,8 +42,10 @@ MACHINE_KINDS: Final = {
     "slow": 1,
     "processes_kill": 1,
     "driver_kill": 1,
+    "controller_kill": 1,
 }
-"""And how often they are drawn. The host with Ray's head and the controller is spared."""
+"""And how often they are drawn. The host with Ray's head is spared. The controller is there at first; once it
+was killed, it is on a machine that may be lost."""
 LOSSES: Final = ("poweroff", "supervisor_poweroff", "crash")
 """Those that take a machine with all that it has in memory; it is switched on again later."""
 DESCRIPTIONS: Final = {
@@ -56,6 +58,7 @@ DESCRIPTIONS: Final = {
     "slow": "all processes of a machine run half of the time",
     "processes_kill": "kill -9 of the job's processes on a machine",
     "driver_kill": "kill -9 of the user's process; another one attaches",
+    "controller_kill": "kill -9 of the controller; a machine starts another one",
 }
 SILENT_SECONDS: Final = Ray().silent_seconds
 _START_SECONDS = 600.0
@@ -65,6 +68,7 @@ _SLOW_SECONDS = 8.0
 _SLICE_SECONDS = 0.08
 _STEPS_BETWEEN = 50
 _SCRUB_SECONDS = 2.0
+_RAYLET = "/raylet/raylet"
 
 
 def run_on_machines(options: ChaosOptions, on_line: Callable[[str], None]) -> ChaosResult:
@@ -137,7 +141,7 @@ class MachineTrial:
             began, whole = time.monotonic(), len(self._job.events("redundancy_restored"))
             getattr(self, f"_{kind}")()
             self._wait_until_whole()
-            self._job.wait(lambda: self._is_spread() and self._all_have_vaults(), _WHOLE_SECONDS)
+            self._wait_until_spread()
             self._wait_until_whole()  # a server that has moved recovers its rows once more
             self.result.faults[kind] += 1
             with contextlib.suppress(NoSuchVersion):
@@ -226,6 +230,13 @@ class MachineTrial:
         self._job = RayJob.attach(self._cluster, f"attached-{self._attached}")
         self._go_on()
 
+    def _controller_kill(self) -> None:
+        replaced = len(self._job.events("controller_replaced"))
+        for host in self._cluster.lab.hosts.values():
+            for pid in host.find(CONTROLLER):
+                os.kill(pid, signal.SIGKILL)
+        self._job.wait(lambda: len(self._job.events("controller_replaced")) > replaced, _WHOLE_SECONDS)
+
     def _some_host(self) -> Host:
         """A machine with a server; not that of the supervisor."""
         spared = self._job.machine_of("supervisor", 0)
@@ -238,6 +249,22 @@ class MachineTrial:
         """Until all rows and parities are back, and training goes on."""
         self._go_on()
         self._job.wait(self._is_whole, _WHOLE_SECONDS)
+
+    def _wait_until_spread(self) -> None:
+        """Until each server has a machine of its own again. A machine that Ray has given up while nobody was
+        there to say so, between two controllers, gets its Ray again."""
+        end = time.monotonic() + _WHOLE_SECONDS
+        while True:
+            try:
+                self._job.wait(lambda: self._is_spread() and self._all_have_vaults(), _WHOLE_SECONDS / 6)
+                return
+            except HoldfastError:
+                if self._job.process.poll() is not None or time.monotonic() > end:
+                    raise
+            for host in self._cluster.machines:
+                if not host.find(_RAYLET):
+                    host.crash()
+                    self._cluster.switch_on(host)
 
     def _is_whole(self) -> bool:
         started = [

@@ -20,11 +20,12 @@ from holdfast.cluster.job import Job
 from holdfast.cluster.protocol.messages import Status
 from holdfast.cluster.remote import ControllerNews, Ended, State, ended
 from holdfast.cluster.report.progress import Reports
-from holdfast.cluster.runtime.files import written
+from holdfast.cluster.runtime.files import Journal, written
 from holdfast.events import EventLog
 from holdfast.training.config import Config
 
 _MOST_BYTES = 4 << 20
+_LOG = "events.jsonl"
 
 
 class Controller:
@@ -32,11 +33,14 @@ class Controller:
 
     Args:
         config: the job's configuration, as JSON.
+        number: 1 for the one that starts the job; others take over from one that was lost.
     """
 
-    def __init__(self, config: bytes) -> None:
+    def __init__(self, config: bytes, number: int = 1) -> None:
         self._config = config
+        self._number = number
         self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+        self._journal = Journal(self._folder / _LOG)
         self._news = threading.Condition()
         self._status: Status | None = None
         self._ended: Ended | None = None
@@ -68,7 +72,8 @@ class Controller:
             before = self._status
             self._news.wait_for(lambda: self._status is not before or self._ended is not None, seconds)
             status, end = self._status, self._ended
-        files = tuple(written(self._folder, offsets, _MOST_BYTES))
+        # Of the log only what the next controller would have, too: then a viewer's copy stays a copy.
+        files = tuple(written(self._folder, offsets, _MOST_BYTES, {_LOG: self._journal.kept()}))
         return msgspec.msgpack.encode(ControllerNews(status, files, end))
 
     def remove(self) -> None:
@@ -79,6 +84,7 @@ class Controller:
         outcome: Ended
         try:
             job = Job.from_config(msgspec.json.decode(self._config, type=Config))
+            succession = job.succeed(self._number, self._journal)
             with EventLog(self._folder) as events:
                 reports = Reports(job.config, events)
 
@@ -88,7 +94,9 @@ class Controller:
                         self._status = status
                         self._news.notify_all()
 
-                outcome = ended(job.run_here(self._folder, events, note, self._stop.is_set))
+                outcome = ended(
+                    job.run_here(self._folder, events, note, self._stop.is_set, succession=succession)
+                )
         except BaseException as error:
             with contextlib.suppress(OSError):
                 traceback.print_exc()

@@ -31,15 +31,17 @@ from holdfast.cluster.runner import Runner
 from holdfast.cluster.runtime.engines.agent import OWN_ADDRESS
 from holdfast.cluster.runtime.engines.base import Engine
 from holdfast.cluster.runtime.engines.local import ONE_THREAD, LocalLauncher
+from holdfast.cluster.runtime.files import Journal
 from holdfast.cluster.runtime.transport.address import check_shared
 from holdfast.cluster.saving.failures import log
 from holdfast.cluster.server.witness import ROWS_FOLDER
+from holdfast.cluster.succession import Past, Succession, past_of
 from holdfast.cluster.supervisor.process import STATE_FILE
 from holdfast.coding.placement import Placement
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import ConfigError, DataLoss, StoreLocked
-from holdfast.events import EventLog
+from holdfast.events import EventLog, read_events
 from holdfast.options import Kill, Local, NoProtection, Protection, Ray, Training
 from holdfast.recipe import Recipe, recipe_of
 from holdfast.stopping import stop_on_signals
@@ -185,24 +187,47 @@ class Job:
         on_status: Callable[[Status], None],
         stop_requested: Callable[[], bool],
         signals: Sequence[int] = (),
+        succession: Succession | None = None,
     ) -> JobResult:
         """Run the job from this process, which must stay, with its files in a folder. Users call ``run``.
 
-        ``signals`` are those that this process has received so far; more may be added.
+        ``signals`` are those that this process has received so far; more may be added. ``succession`` says
+        from whom this process takes over (see ``succeed``).
         """
+        succession = succession or Succession()
         try:
-            result = _signalled(self._run(folder, events, on_status, stop_requested), signals)
+            result = _signalled(self._run(folder, events, on_status, stop_requested, succession), signals)
         except BaseException as error:
             events.emit("run_failed", error=type(error).__name__, message=str(error))
             raise
         events.emit("run_finished", **_figures(result))
         return result
 
+    def succeed(self, number: int, journal: Journal) -> Succession:
+        """Take over this job as its controller with this number. If the last one had not got far enough, or
+        was about to end, the job starts anew, from its checkpoint.
+
+        Args:
+            number: 1 for the first controller.
+            journal: the run's log, whose file gets what there is of it.
+        """
+        if number == 1:
+            return Succession(number, journal)
+        engine = self.config.job.engine
+        assert engine != "local"
+        module = _ray()
+        left = module.inherit(engine, number, journal.path)
+        if left is None:
+            return Succession(number, journal)
+        of_engine, charter = left
+        return Succession.after(number, journal, of_engine, charter, module.RayEngine.most_vaults)
+
     def _start_controller(self) -> Remote:
         engine = self.config.job.engine
         assert engine != "local"
         name = engine.name or f"job-{secrets.token_hex(3)}"
-        config = {"config": msgspec.json.encode(self.config)}
+        job = msgspec.structs.replace(self.config.job, engine=msgspec.structs.replace(engine, name=name))
+        config = {"config": msgspec.json.encode(msgspec.structs.replace(self.config, job=job))}
         return Remote(_ray().RayHosted.start(engine, name, CONTROLLER, config))
 
     def _run(
@@ -211,21 +236,30 @@ class Job:
         events: EventLog,
         on_status: Callable[[Status], None],
         stop_requested: Callable[[], bool],
+        succession: Succession,
     ) -> JobResult:
         config, job = self.config, self.config.job
         check_shared(job.bind)  # raise here, not in a process whose error is only logged
         bind = job.bind if job.engine == "local" else OWN_ADDRESS
-        kills = job.kills
-        lost: tuple[str, ...] = ()
+        charter = succession.charter
+        past = past_of(read_events(folder)) if charter is not None else Past()
+        kills = past.left(job.kills)
+        lost: tuple[str, ...] = tuple(past.losses)
         earlier: Runner | None = None
         while True:
-            with _open_engine(config, folder) as engine:
-                # Processes import their modules while this one makes the plan.
-                for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
-                    for slot in range(count):
-                        engine.warm(role, slot)
-                plan = plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
-                runner = Runner(plan, engine, folder, events, bind, kills)
+            with _open_engine(config, folder, succession) as engine:
+                if charter is None:
+                    # Processes import their modules while this one makes the plan.
+                    for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
+                        for slot in range(count):
+                            engine.warm(role, slot)
+                    plan = (
+                        plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
+                    )
+                else:
+                    plan = charter.plan
+                runner = Runner(plan, engine, folder, events, bind, kills, charter=charter, past=past)
+                charter, succession, past = None, succession.begin_again(), Past()
                 if earlier is not None:
                     if plan.resume is None:
                         raise DataLoss(lost[-1])
@@ -257,7 +291,7 @@ def _ray() -> ModuleType:
 
 
 @contextlib.contextmanager
-def _open_engine(config: Config, folder: Path) -> Iterator[Engine]:
+def _open_engine(config: Config, folder: Path, succession: Succession) -> Iterator[Engine]:
     """The engine that the configuration asks for; at the end, all processes are ended."""
     job = config.job
     if job.engine == "local":
@@ -269,7 +303,11 @@ def _open_engine(config: Config, folder: Path) -> Iterator[Engine]:
     if code is not None:
         rings = job.servers // (code.k + code.r) if code.rings else 1
         placement = Placement(job.servers, code.k, code.r, rings)
-    with _ray().RayEngine(folder, job.engine, placement, job.workers, STATE_FILE) as engine:
+    open_engine = _ray().RayEngine(
+        folder, job.engine, placement, job.workers, STATE_FILE, controller=succession.launcher,
+        journal=succession.journal, inheritance=succession.inheritance, again=succession.again,
+    )  # fmt: skip
+    with open_engine as engine:
         yield engine
 
 

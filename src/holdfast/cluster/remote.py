@@ -52,7 +52,7 @@ class Hosted(Protocol):
     """An object in a process of the cluster."""
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method. Raises TimeoutError if there is no answer now, JobFailed if the object is gone."""
+        """Call a method. Raises TimeoutError if there is no answer now."""
 
     def kill(self) -> None:
         """End it, and everything that it has started."""
@@ -70,17 +70,17 @@ class Remote:
 
     def config(self) -> bytes:
         """The job's configuration, as JSON."""
-        found: bytes = self._hosted.call("config")
+        found: bytes = self._call("config")
         return found
 
     def state(self) -> State:
         """Whether the job runs, or how it has ended."""
-        found: State = self._hosted.call("state")
+        found: State = self._call("state")
         return found
 
     def stop(self) -> None:
         """Let workers finish their batch, test, save and end."""
-        self._hosted.call("stop")
+        self._call("stop")
 
     def kill(self) -> None:
         """End the job at once."""
@@ -105,10 +105,7 @@ class Remote:
                 news = self._look(offsets)
             except TimeoutError:
                 if time.monotonic() > heard + _GONE_SECONDS:
-                    raise JobFailed(
-                        f"the controller of the job has not answered for {_GONE_SECONDS:.0f} s; the job may "
-                        "go on: try holdfast attach later"
-                    ) from None
+                    raise _gone() from None
                 time.sleep(_AGAIN_SECONDS)
                 continue
             heard = time.monotonic()
@@ -122,9 +119,27 @@ class Remote:
                 self._hosted.kill()
                 return _outcome(news.ended, folder)
 
+    def _call(self, method: str) -> Any:
+        """Call a method, again until there is an answer: another controller may be taking over."""
+        end = time.monotonic() + _GONE_SECONDS
+        while True:
+            try:
+                return self._hosted.call(method)
+            except TimeoutError:
+                if time.monotonic() > end:
+                    raise _gone() from None
+            time.sleep(_AGAIN_SECONDS)
+
     def _look(self, offsets: Mapping[str, int]) -> ControllerNews:
         answer = self._hosted.call("look", dict(offsets), _LOOK_SECONDS)
         return msgspec.msgpack.decode(answer, type=ControllerNews)
+
+
+def _gone() -> JobFailed:
+    return JobFailed(
+        f"the controller of the job has not answered for {_GONE_SECONDS:.0f} s; the job may go on: try "
+        "holdfast attach later"
+    )
 
 
 def ended(outcome: JobResult | BaseException) -> Ended:

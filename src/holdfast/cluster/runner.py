@@ -28,19 +28,20 @@ from holdfast.cluster.protocol.messages import (
     Role,
     Status,
     View,
-    ViewNumber,
 )
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.report.failures import Failures, SpeedMeter, lost_rows_path
 from holdfast.cluster.report.result import JobResult, SaveLedger, count, in_short
 from holdfast.cluster.runtime.engines.base import Engine
-from holdfast.cluster.runtime.keys import JobKeys
+from holdfast.cluster.runtime.keys import JobKeys, KeyPair
 from holdfast.cluster.runtime.loop import send_outbox
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.address import LOCAL, host_of
 from holdfast.cluster.runtime.transport.private import private_folder
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
+from holdfast.cluster.succession import Charter, Past, encode_charter
 from holdfast.cluster.supervisor.process import STATE_FILE
+from holdfast.cluster.supervisor.starts import Starts
 from holdfast.cluster.supervisor.views import Durable
 from holdfast.cluster.supervisor.watch import SupervisorWatch
 from holdfast.errors import DataLoss, JobFailed, ServerLost, WorkerFailed
@@ -67,11 +68,13 @@ class Launcher:
         template: Assignment,
         faults: Mapping[int, Sequence[str]] | None = None,
         keys: JobKeys | None = None,
+        starts: Starts | None = None,
     ) -> None:
-        self.me = Peer("launcher")
+        self.me = Peer("launcher", 0, engine.launcher)
         self.admission = Admission(self.me, template.plan)
         self.outbox: list[Envelope] = []
-        self.view = View(ViewNumber(), "starting")
+        self.template = template
+        """What all assignments have in common."""
         self.status: Status | None = None
         self.exited: list[Exit] = []
         self.stopping = False
@@ -84,9 +87,10 @@ class Launcher:
         """Whether a supervisor was restarted, and its address may have changed."""
         self._faults = faults or {}
         self._engine = engine
-        self._template = template
         self._keys = keys
-        self._current: dict[tuple[str, int], Peer] = {}
+        self._starts = starts or Starts(engine.launcher)
+        self._takes_stock = self._starts.takes_over
+        """Whether it is not known yet what of the processes of its predecessor runs."""
         self.silences: list[float] = []
         """Seconds of silence of each supervisor killed for it, since the caller last cleared this list."""
         self._watch = SupervisorWatch(template.plan.timing)
@@ -105,12 +109,14 @@ class Launcher:
         self.awaits_supervisor = False
         if isinstance(message, Status):
             self.status = message
-        elif isinstance(message, View) and message.number > self.view.number:
-            self.view = message
-            for worker in message.workers:
-                self.start(Peer("worker", worker.slot, worker.incarnation))
-            for server in message.servers:
-                self.start(Peer("server", server.slot, server.incarnation))
+        elif isinstance(message, View):
+            for peer in self._starts.take(message):
+                self.start(peer)
+
+    @property
+    def view(self) -> View:
+        """The newest view that is for this launcher."""
+        return self._starts.view
 
     def _keep_spares(self) -> None:
         """Keep one spare process per role, with its imports done, for the next replacement."""
@@ -126,6 +132,9 @@ class Launcher:
     def tick(self, now: float) -> None:
         """Report ended processes (repeatedly, as messages may be lost), and restart a dead supervisor."""
         self._now = now
+        if self._starts.superseded:
+            self._engine.exited()  # it raises an error when the engine knows of the other one, too
+            return
         self._keep_spares()
         self._watch_supervisor(now)
         for ended in self._engine.exited():
@@ -139,14 +148,13 @@ class Launcher:
                         f"the supervisor ended {self._supervisors} times without completing a batch: see its "
                         "logs"
                     )
-                self._engine.start(self._assignment(peer))
-                self._watch.start(now)
-                self.awaits_supervisor = bool(self._template.vaults)
-                self.started.append(peer)
+                self._start_supervisor(now)
             elif peer.role == "supervisor":
                 self._left_at = now
-            elif self._current.get((peer.role, peer.slot)) == peer:
+            elif self._starts.running.get((peer.role, peer.slot)) == peer:
                 self.exited.append(ended)
+        if self._takes_stock:
+            self._take_stock(now)
         told = self.status is not None and (self.status.finished or self.status.failure is not None)
         if self._left_at is not None and not told and now > self._left_at + _LAST_WORDS_SECONDS:
             raise JobFailed(
@@ -165,19 +173,39 @@ class Launcher:
         silent = self._watch.silence(now) if self._left_at is None else 0.0
         if silent:
             self.silences.append(silent)
-            self._engine.signal(self._template.me, signal.SIGKILL)
+            self._engine.signal(self.template.me, signal.SIGKILL)
             self._watch.start(now)
+
+    def _start_supervisor(self, now: float) -> None:
+        peer = self.template.me
+        self._engine.start(self._assignment(peer))
+        self._watch.start(now)
+        self.awaits_supervisor = bool(self.template.vaults)
+        self.started.append(peer)
+
+    def _take_stock(self, now: float) -> None:
+        """After it has taken over: see what of its predecessor's processes there is. Report those that the
+        view has, and that do not run; without a supervisor there is no view, so start one."""
+        runs = self._engine.processes()
+        if runs is None:
+            return
+        if self.template.me not in runs:
+            self._start_supervisor(now)
+        elif not self._starts.takes_over:
+            self._takes_stock = False
+            missing = [peer for peer in self._starts.running.values() if peer not in runs]
+            self.exited += [Exit(peer, 1, "was lost with the controller") for peer in missing]
 
     def start(self, peer: Peer) -> None:
         """Start this incarnation unless it, or a newer one, already runs; kill an older one."""
         key = peer.role, peer.slot
-        old = self._current.get(key)
-        if self.view.phase == "stopping" or (old is not None and old.incarnation >= peer.incarnation):
+        old = self._starts.running.get(key)
+        if self.view.phase == "stopping" or not self._starts.is_new(peer):
             return
         if old is not None:
             self._engine.signal(old, signal.SIGKILL)
             self.exited = [e for e in self.exited if e.peer != old]
-        self._current[key] = peer
+        self._starts.running[key] = peer
         self._engine.start(self._assignment(peer))
         self.started.append(peer)
         if old is not None and self._spares_at is not None:
@@ -185,32 +213,37 @@ class Launcher:
 
     def processes(self) -> list[Peer]:
         """The servers and workers that were started last."""
-        return list(self._current.values())
+        return list(self._starts.running.values())
 
     def follow(self, supervisor: str) -> None:
         """Note where the restarted supervisor listens, and tell all processes."""
-        if supervisor != self._template.supervisor:
-            self._template = msgspec.structs.replace(self._template, supervisor=supervisor)
+        if supervisor != self.template.supervisor:
+            self.template = msgspec.structs.replace(self.template, supervisor=supervisor)
             self._engine.announce(supervisor)
 
     def note_vaults(self, vaults: Board) -> bool:
         """Note where the supervisor's state lies; whether that is elsewhere than before."""
-        if not vaults or set(vaults) == set(self._template.vaults):
+        if not vaults or set(vaults) == set(self.template.vaults):
             return False
-        self._template = msgspec.structs.replace(self._template, vaults=vaults)
+        self.template = msgspec.structs.replace(self.template, vaults=vaults)
         return True
 
     def kill(self, role: Role, slot: int) -> None:
         """Send SIGKILL to the process in a slot."""
-        peer = self._current.get((role, slot))
+        peer = self._starts.running.get((role, slot))
         if peer is not None:
             self._engine.signal(peer, signal.SIGKILL)
+
+    @property
+    def key_pairs(self) -> tuple[KeyPair, ...]:
+        """The keys of all nodes; none where the kernel protects their sockets."""
+        return self._keys.pairs if self._keys is not None else ()
 
     def _assignment(self, peer: Peer) -> Assignment:
         planned = self._faults.get(peer.slot, ()) if peer.role == "worker" else ()
         mine = tuple(planned[peer.incarnation - 1 : peer.incarnation])
         keys = self._keys.of(peer) if self._keys is not None else None
-        return msgspec.structs.replace(self._template, me=peer, faults=mine, keys=keys)
+        return msgspec.structs.replace(self.template, me=peer, faults=mine, keys=keys)
 
 
 @dataclass
@@ -227,6 +260,7 @@ class Runner:
         kills: processes to kill during the run.
         faults: for workers, by slot: where each incarnation is killed (see ``worker.faults``).
         chaos: the folder that controls broken links (see ``transport.links``), "" for none.
+        charter: what the launcher has left from which this one takes over; None: it starts the job.
     """
 
     plan: JobPlan
@@ -237,6 +271,9 @@ class Runner:
     kills: Sequence[Kill] = ()
     faults: dict[int, Sequence[str]] = field(default_factory=dict)
     chaos: str = ""
+    charter: Charter | None = None
+    past: Past = field(default_factory=Past)
+    """What happened under earlier launchers."""
     kills_left: tuple[Kill, ...] = field(default=(), init=False)
     """Those of ``kills`` that were not due when the job ended."""
     happened: list[Happening] = field(default_factory=list)
@@ -249,6 +286,8 @@ class Runner:
     _calm_since: float = 0.0
     _state: bytes = b""
     """The supervisor's state file, as it was read last."""
+    _chartered: Assignment | None = None
+    """The template of which the engine keeps the charter."""
 
     def run(
         self,
@@ -277,6 +316,8 @@ class Runner:
         stop_requested: Callable[[], bool],
         hold_requested: Callable[[], bool],
     ) -> JobResult:
+        if self.charter is not None:
+            return self._take_over(self.charter, on_status, stop_requested, hold_requested)
         most = self.engine.most_vaults
         keys = JobKeys(self.plan.servers, self.plan.workers, most) if self.bind != LOCAL else None
         of_vaults = [keys.of(Peer("vault", slot)) for slot in range(most)] if keys is not None else []
@@ -310,6 +351,48 @@ class Runner:
                 self.say("recovery_chosen", recovery=self.plan.partial, reason=self.plan.partial_reason)
             return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
 
+    def _take_over(
+        self,
+        charter: Charter,
+        on_status: Callable[[Status], None],
+        stop_requested: Callable[[], bool],
+        hold_requested: Callable[[], bool],
+    ) -> JobResult:
+        """Go on with a job whose launcher was lost. Its processes run."""
+        plan = self.plan
+        keys = JobKeys(plan.servers, plan.workers, pairs=charter.keys) if charter.keys else None
+        me = Peer("supervisor")
+        template = Assignment(
+            vaults=charter.vaults,
+            me=me,
+            plan=plan,
+            supervisor=charter.supervisor,
+            folder=str(self.folder),
+            bind=charter.bind,
+            keys=keys.of(me) if keys is not None else None,
+            chaos=self.chaos,
+        )
+        self.failures.note(self.past.happened)
+        self._is_spread = self.past.is_spread
+        self.say("controller_replaced", machine=self.engine.machine(Peer("launcher")))
+        launcher = Launcher(
+            self.engine, template, self.faults, keys, Starts(self.engine.launcher, takes_over=True)
+        )
+        launcher.awaits_supervisor = True
+        mine = keys.of(launcher.me) if keys is not None else None
+        with ZmqTransport(launcher.me, plan.job, None, mine) as transport:
+            transport.connect("supervisor", 0, charter.supervisor)
+            return self._watch(launcher, transport, on_status, stop_requested, hold_requested)
+
+    def _keep_charter(self, launcher: Launcher) -> None:
+        """Leave to a successor what it must know, once the job runs."""
+        template = launcher.template
+        if template is not self._chartered and launcher.view.phase == "running":
+            self._chartered = template
+            pairs = launcher.key_pairs
+            charter = Charter(template.plan, template.bind, template.supervisor, template.vaults, pairs)
+            self.engine.keep(encode_charter(charter))
+
     def _wait_for_supervisor(self) -> str:
         """Wait for the supervisor's state file. Returns the endpoint in it."""
         end = time.monotonic() + _START_SECONDS
@@ -334,7 +417,7 @@ class Runner:
         hold_requested: Callable[[], bool],
     ) -> JobResult:
         before = self.plan.resume.samples if self.plan.resume else 0
-        clock, speeds = TrainingClock(before), SpeedMeter(before)
+        clock, speeds = TrainingClock(before, began=self.past.began), SpeedMeter(before)
         kills = list(self.kills)
         self.kills_left = tuple(kills)
         seen: Status | None = None
@@ -348,7 +431,7 @@ class Runner:
                 seen = status
                 self._mend(status, launcher)
                 clock.note(status)
-                self.failures.note(status.happened)
+                self.failures.note(self.past.without(status.happened))
                 self.saves.note(status)
                 speeds.note(status.samples, degraded=status.degraded and bool(self.failures()))
                 on_status(self._with_what_it_knows(status))
@@ -364,6 +447,7 @@ class Runner:
 
     def _pass_time(self, launcher: Launcher, transport: ZmqTransport) -> None:
         launcher.tick(time.monotonic())
+        self._keep_charter(launcher)
         self._find_supervisor(launcher, transport)
         send_outbox(launcher, transport)
         for envelope in transport.poll(_POLL_SECONDS):
@@ -523,13 +607,18 @@ class TrainingClock:
     Args:
         before: samples that counted before this job began.
         clock: returns the time in seconds.
+        began: when training began under an earlier launcher, Unix seconds.
     """
 
-    def __init__(self, before: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, before: int, clock: Callable[[], float] = time.monotonic, began: float | None = None
+    ) -> None:
         self._before = self._samples = before
         self._clock = clock
         self._began = self._last = clock()
-        self._at_work = False
+        self._at_work = began is not None
+        if began is not None:
+            self._began -= max(0.0, time.time() - began)
 
     def note(self, status: Status) -> None:
         """Process the next report."""

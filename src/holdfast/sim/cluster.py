@@ -24,7 +24,6 @@ from holdfast.cluster.protocol.messages import (
     Redundancy,
     Status,
     View,
-    ViewNumber,
 )
 from holdfast.cluster.protocol.plan import JobPlan, LaneOptions, Timing
 from holdfast.cluster.redundancy.recover import Recovery
@@ -33,6 +32,7 @@ from holdfast.cluster.runtime.transport.shared import Arena
 from holdfast.cluster.server.machine import Opened, Saver, Server
 from holdfast.cluster.supervisor.machine import Supervisor
 from holdfast.cluster.supervisor.members import JobFailure
+from holdfast.cluster.supervisor.starts import Starts
 from holdfast.cluster.supervisor.watch import SupervisorWatch
 from holdfast.cluster.worker.calls import Floats, RowSpread, spread_by
 from holdfast.cluster.worker.machine import Item, Worker
@@ -293,47 +293,54 @@ class SimSupervisor:
         if now >= self._next_report:
             self._next_report = now + REPORT_SECONDS
             report = Status(self.machine.view.phase, 0, 0, ())
-            self.outbox.append(Envelope(self.me, Peer("launcher"), report))
+            self.outbox.append(Envelope(self.me, self.machine.launcher, report))
 
 
 class SimLauncher:
-    """Starts the processes that views ask for, and reports exits."""
+    """Starts the processes that views ask for, and reports exits.
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.me = Peer("launcher")
+    Args:
+        cluster: the job.
+        starts: what it has to start.
+        me: the launcher.
+    """
+
+    def __init__(self, cluster: Cluster, starts: Starts, me: Peer) -> None:
+        self.me = me
         self.outbox: list[Envelope] = []
         self.exited: list[Exit] = []
-        self.view = View(ViewNumber(), "starting")
         self.supervisors_killed = 0
         """For their silence."""
+        self.starts = starts
         self._told: LauncherBeat | None = None
         self._next_beat = 0.0
         self._watch = SupervisorWatch(cluster.plan.timing)
         self._cluster = cluster
-        self._started: dict[tuple[str, int], int] = {}
 
     def receive(self, envelope: Envelope, now: float) -> None:
         """Take a view or a report."""
-        view = envelope.message
         self._watch.hear(now)
-        if isinstance(view, View) and view.number > self.view.number:
-            self.view = view
-            for worker in view.workers:
-                if worker.incarnation > self._started.get(("worker", worker.slot), 0):
-                    self._started["worker", worker.slot] = worker.incarnation
-                    self._cluster.start_worker(worker.slot, worker.incarnation)
-            for server in view.servers:
-                if server.incarnation > self._started.get(("server", server.slot), 1):
-                    self._started["server", server.slot] = server.incarnation
-                    self._cluster.start_server(server.slot, server.incarnation)
+        if not isinstance(envelope.message, View):
+            return
+        took_over = self.starts.takes_over
+        for peer in self.starts.take(envelope.message):
+            self.starts.running[peer.role, peer.slot] = peer
+            start = self._cluster.start_worker if peer.role == "worker" else self._cluster.start_server
+            start(peer.slot, peer.incarnation)
+        if took_over and not self.starts.takes_over:
+            there = self._cluster.network.nodes
+            missing = [peer for peer in self.starts.running.values() if peer not in there]
+            self.exited += [Exit(peer, 1, "was lost with its launcher") for peer in missing]
 
     def tick(self, now: float) -> None:
         """Report exited processes repeatedly; restart a silent supervisor."""
+        if self.starts.superseded:
+            return
         if self._watch.silence(now):
             self.supervisors_killed += 1
             self._watch.start(now)
             self._cluster.restart_supervisor()
-        beat = LauncherBeat("ready", self.view.number, exited=tuple(self.exited))
+        beat = LauncherBeat("ready", self.starts.view.number, exited=tuple(self.exited))
         if beat != self._told or now >= self._next_beat:
             self._told, self._next_beat = beat, now + REPORT_SECONDS
             self.outbox.append(Envelope(self.me, Peer("supervisor"), beat))
@@ -370,8 +377,10 @@ class Cluster:
         self.savers: dict[int, CutCopies] = {}
         for slot in range(self.plan.servers):
             self._add_server(slot, 1)
-        self.launcher = SimLauncher(self)
-        self.network.add(self.launcher)
+        self.launchers = 1
+        first = Starts(self.launchers)
+        first.running = {(peer.role, peer.slot): peer for peer in self.network.nodes}
+        self.add_launcher(first)
         self.cuts: list[tuple[int, tuple[Position, ...]]] = []
         self.start_supervisor()
 
@@ -383,10 +392,14 @@ class Cluster:
             arena = self.network.arenas[peer] = Arena(ARENA_BYTES, shared_from_bytes=1)
             options["allocate"] = arena.allocate
         server = self.server_class(peer, self.plan, f"s{slot}.{incarnation}", fresh=fresh, **options)
-        server.open(Opened(self.saver_of(server), saved=LastCopy(self, server)))
+        # A launcher that wakes up late may start what has been replaced meanwhile.
+        replaced = slot in self.servers and self.servers[slot].me.incarnation > incarnation
+        saver = CutCopies(server, None) if replaced else self.saver_of(server)
+        server.open(Opened(saver, saved=LastCopy(self, server)))
         if server.recovery is not None:
             self.recoveries.append(server.recovery)
-        self.servers[slot] = server
+        if not replaced:
+            self.servers[slot] = server
         self.network.add(server)
 
     def saver_of(self, server: Server) -> Saver:
@@ -404,6 +417,16 @@ class Cluster:
         self.collect_cuts()
         self.network.kill(self.supervisor.me)
         self.network.at(self.network.now + self.random.uniform(0.05, 0.5), self.start_supervisor)
+
+    def add_launcher(self, starts: Starts) -> None:
+        """Add a launcher; an earlier one may still be there."""
+        self.launcher = SimLauncher(self, starts, Peer("launcher", 0, self.launchers))
+        self.network.add(self.launcher)
+
+    def replace_launcher(self) -> None:
+        """Let another launcher take over. The earlier one may still be there."""
+        self.launchers += 1
+        self.add_launcher(Starts(self.launchers, takes_over=True))
 
     def start_worker(self, slot: int, incarnation: int) -> None:
         """Start a worker after a delay."""

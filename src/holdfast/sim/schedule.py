@@ -23,6 +23,8 @@ KINDS = (
     "slow_link",
     "supervisor",
     "supervisor_freeze",
+    "launcher",
+    "launcher_zombie",
     "cut",
 )
 SERVER_KINDS = (
@@ -291,6 +293,22 @@ class _Schedule:
     def _supervisor_freeze(self, worker: int) -> None:
         """Stopped: nobody but the launcher can tell, which starts another."""
         self._network.pause(self._cluster.supervisor.me)
+
+    def _launcher(self, worker: int) -> None:
+        """The launcher dies. What it has just started, and nobody knows of, runs on."""
+        self._network.kill(self._cluster.launcher.me)
+        later = self._network.now + self._random.uniform(0.1, 2.0)
+        self._network.at(later, self._succeed, self._cluster.launchers)
+
+    def _launcher_zombie(self, worker: int) -> None:
+        """The launcher stands still, and wakes up before or after another has taken over."""
+        self._network.pause(self._cluster.launcher.me, self._random.uniform(0.1, 4.0))
+        later = self._network.now + self._random.uniform(0.1, 2.0)
+        self._network.at(later, self._succeed, self._cluster.launchers)
+
+    def _succeed(self, launcher: int) -> None:
+        if self._cluster.launchers == launcher:  # nobody has taken over from it yet
+            self._cluster.replace_launcher()
 
     def _cut(self, worker: int) -> None:
         self._cluster.collect_cuts()

@@ -42,6 +42,7 @@ _UP = b"Ray runtime started"
 _UP_SECONDS = 120.0
 _DONE_SECONDS = 240.0
 _MOST_SLOTS = 16
+_REDIS_PORT = 6390
 
 
 class RayCluster:
@@ -50,10 +51,13 @@ class RayCluster:
     Args:
         lab: the hosts.
         folder: for logs.
+        redis: whether Ray's head keeps its state in Redis, on the last host.
         labels: of Ray's nodes, such as "rack=a", by the number of the host.
     """
 
-    def __init__(self, lab: Lab, folder: Path, labels: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, lab: Lab, folder: Path, *, redis: bool = False, labels: Mapping[int, str] | None = None
+    ) -> None:
         self.lab, self.folder = lab, folder
         self._labels = labels or {}
         self.address = f"{lab[1].address}:{PORT}"
@@ -70,8 +74,16 @@ class RayCluster:
         }
         """Variables for Ray and for users' commands."""
         self._logged: dict[int, int] = {}
+        self._redis = list(lab.hosts.values())[-1] if redis else None
+        if self._redis is not None:
+            self.environment["RAY_REDIS_ADDRESS"] = f"{self._redis.address}:{_REDIS_PORT}"
 
     def __enter__(self) -> Self:
+        if self._redis is not None:
+            with (self.folder / "redis.log").open("wb") as log:
+                command = ["redis-server", "--bind", self._redis.address, "--port", str(_REDIS_PORT)]
+                command += ["--protected-mode", "no", "--save", ""]
+                self._redis.popen(command, stdout=log, stderr=log)
         head, *others = self.lab.hosts.values()
         for some in [[head], *(others[first : first + 2] for first in range(0, len(others), 2))]:
             for host in some:

@@ -99,9 +99,16 @@ class NoEngine:
     """Starts nothing."""
 
     most_vaults = 0
+    launcher = 1
 
     def __init__(self) -> None:
         self.started: list[Peer] = []
+
+    def keep(self, charter: bytes) -> None:
+        pass
+
+    def processes(self) -> frozenset[Peer] | None:
+        return frozenset()
 
     def is_spread(self) -> bool | None:
         return None

@@ -404,6 +404,43 @@ def figures(script: Script, event: str) -> dict[str, Any]:
     return found
 
 
+class TestLaunchers:
+    def beat(self, script: Script, incarnation: int, *exited: Exit) -> list[Peer]:
+        """A launcher reports; to whom the supervisor sends views for it."""
+        script.machine.outbox.clear()
+        source = Peer("launcher", 0, incarnation)
+        message = LauncherBeat("ready", ViewNumber(), exited=exited)
+        script.machine.receive(Envelope(source, script.machine.me, message), script.now)
+        return sent(script, View)
+
+    def test_the_newest_one_counts(self) -> None:
+        script = Script().started()
+        assert self.beat(script, 0) == [Peer("launcher", 0, 0)]
+        before = script.machine.view.number
+        assert Peer("launcher", 0, 2) in self.beat(script, 2)
+        assert script.machine.view.launcher == 2
+        assert script.machine.view.number.epoch > before.epoch
+        assert script.machine.launcher == Peer("launcher", 0, 2)
+
+    def test_an_earlier_one_is_told_and_not_heard(self) -> None:
+        script = Script().started()
+        self.beat(script, 2)
+        assert self.beat(script, 1, Exit(Peer("worker", 0, 1), -9)) == [Peer("launcher", 0, 1)]
+        assert script.machine.view.launcher == 2
+        assert script.worker.incarnation == 1
+        self.beat(script, 2, Exit(Peer("worker", 0, 1), -9))
+        assert script.worker.incarnation == 2
+
+    def test_the_next_supervisor_knows_which_one_counts(self) -> None:
+        """Else an earlier launcher and the newest one could start the same incarnation."""
+        script = Script().started()
+        self.beat(script, 2)
+        script.machine = Supervisor(script.machine.plan, script.storage, script.now)
+        assert script.machine.view.launcher == 2
+        self.beat(script, 1)
+        assert script.machine.view.launcher == 2
+
+
 class Keeper:
     """Who saves the job; notes what it hears."""
 

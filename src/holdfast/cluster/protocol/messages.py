@@ -420,6 +420,8 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """The newest version that exists: rows marked as changed for it need not be saved again."""
     tidied: int = 0
     """The newest version after which rearranged files have replaced older ones."""
+    launcher: int = 0
+    """The incarnation of the launcher, the only one that may start what this view asks for."""
 
 
 class Collect(Struct, frozen=True, array_like=True, tag="collect"):

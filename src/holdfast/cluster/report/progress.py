@@ -263,7 +263,7 @@ def _tell(happening: Happening) -> str | None:
             )
         case "checkpoint_saved" | "checkpoint_failed" | "checkpoint_tidy_failed" | "checkpoint_damaged":
             text = _tell_of_checkpoints(happening.event, figures)
-        case "spread_lost" | "spread_restored" | "server_moved" | "vaults_changed":
+        case "spread_lost" | "spread_restored" | "server_moved" | "vaults_changed" | "controller_replaced":
             text = _tell_of_machines(happening.event, figures)
         case "store_not_opened" | "store_waited_for" | "store_locked":
             text = _tell_of_store(happening.event, figures)
@@ -297,6 +297,8 @@ def _tell_of_machines(event: str, figures: Mapping[str, Any]) -> str:
     if event == "vaults_changed":
         count = len(figures["machines"])
         return f"{count} machines keep the supervisor's state: any {(count - 1) // 2} of them may be lost"
+    if event == "controller_replaced":
+        return f"the controller was lost; another one, on {figures['machine']}, has taken over"
     return f"server {figures['slot']} on {figures['machine']} is ended, to start anew on a machine of its own"
 
 

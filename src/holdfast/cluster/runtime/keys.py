@@ -9,7 +9,7 @@ which of them counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import zmq
@@ -53,6 +53,18 @@ class Keys(Struct, frozen=True, dict=True):  # dict: for cached properties
         raise ConfigError(f"{role} {slot} has no key: expected a member of the job")
 
 
+class KeyPair(Struct, frozen=True, array_like=True):
+    """A node's own keys."""
+
+    role: Role
+    slot: int
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.role!r}, {self.slot}, {self.public!r}, secret=…)"
+
+
 class JobKeys:
     """The keys of all nodes of one job, as the launcher has them.
 
@@ -60,21 +72,25 @@ class JobKeys:
         servers: number of servers.
         workers: number of workers.
         vaults: number of vaults.
+        pairs: those that another launcher of the same job has made.
     """
 
-    def __init__(self, servers: int, workers: int, vaults: int = 0) -> None:
+    def __init__(self, servers: int, workers: int, vaults: int = 0, pairs: Sequence[KeyPair] = ()) -> None:
         if not zmq.has("curve"):
             raise ConfigError(
                 "this build of ZeroMQ has no CURVE, which TCP requires: install pyzmq from its wheels, or "
                 'use bind="ipc"'
             )
-        self._pairs = {name: _pair() for name in _names(servers, workers, vaults)}
-        self._members = tuple(KeyHolder(*name, public) for name, (public, _) in self._pairs.items())
+        self.pairs = tuple(pairs) or tuple(
+            KeyPair(*name, *_pair()) for name in _names(servers, workers, vaults)
+        )
+        self._by_name: dict[Name, KeyPair] = {(pair.role, pair.slot): pair for pair in self.pairs}
+        self._members = tuple(KeyHolder(pair.role, pair.slot, pair.public) for pair in self.pairs)
 
     def of(self, peer: Peer) -> Keys:
         """The keys that a node needs."""
-        public, secret = self._pairs[peer.role, peer.slot]
-        return Keys(public, secret, self._members)
+        pair = self._by_name[peer.role, peer.slot]
+        return Keys(pair.public, pair.secret, self._members)
 
 
 def _names(servers: int, workers: int, vaults: int) -> Iterator[Name]:

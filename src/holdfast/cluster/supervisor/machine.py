@@ -121,6 +121,11 @@ class Supervisor:
         return self._views.now
 
     @property
+    def launcher(self) -> Peer:
+        """The launcher of the current view."""
+        return Peer("launcher", 0, self.view.launcher)
+
+    @property
     def tests(self) -> list[Evaluation]:
         """Results of tests."""
         return self._evaluations.results
@@ -137,6 +142,11 @@ class Supervisor:
                 self.advance(now)
             return
         if isinstance(beat, LauncherBeat):
+            if source.incarnation < self.view.launcher:
+                self._send(source, self.view)  # it is told that another one has taken over
+                return
+            if source.incarnation > self.view.launcher:
+                self._views.replace_launcher(source.incarnation)
             news = beat != self._launcher_beat
             self._launcher_beat = beat
             for exited in beat.exited:
@@ -476,7 +486,7 @@ class Supervisor:
         for member in [*self.servers, *self.workers]:
             if member.beat is not None:
                 self._send(member.peer, view)
-        self._send(Peer("launcher"), view)
+        self._send(self.launcher, view)
 
     def _send(self, target: Peer, message: Message) -> None:
         self.outbox.append(Envelope(self.me, target, message))

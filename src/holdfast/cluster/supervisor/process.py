@@ -18,7 +18,6 @@ from holdfast.cluster.protocol.messages import (
     Figures,
     Happening,
     NodeStatus,
-    Peer,
     Redundancy,
     ServerBeat,
     Status,
@@ -261,7 +260,7 @@ class _Watch:
             if ending:
                 # The launcher ends this process once it learns of the end, and may restart the job at once.
                 status = msgspec.structs.replace(status, finished=False, failure=None)
-            self._transport.send(Envelope(self._machine.me, Peer("launcher"), status))
+            self._transport.send(Envelope(self._machine.me, self._machine.launcher, status))
 
     def _has_let_go(self, now: float) -> bool:
         """Whether the store is released, or too slow to wait for: then its lease must expire."""

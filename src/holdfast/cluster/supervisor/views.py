@@ -25,6 +25,8 @@ class Durable(Struct, frozen=True, kw_only=True):
     servers: tuple[int, ...] = ()
     """The incarnation in each slot."""
     workers: tuple[int, ...] = ()
+    launcher: int = 0
+    """Its incarnation."""
     endpoint: str = ""
     vaults: Board = ()
     """Where this lies, if it does not lie in a file: the next supervisor asks them for it."""
@@ -64,7 +66,7 @@ class Views:
             if entry.incarnation == known.servers[entry.slot]:
                 servers = _with(servers, entry)
         workers = tuple(WorkerInView(slot, incarnation) for slot, incarnation in enumerate(known.workers))
-        self.now = View(ViewNumber(known.epoch), "starting", servers, workers)
+        self.now = View(ViewNumber(known.epoch), "starting", servers, workers, launcher=known.launcher)
 
     @property
     def began(self) -> bool:
@@ -114,6 +116,11 @@ class Views:
         workers = _with(self.now.workers, WorkerInView(slot, old.incarnation + 1, test=old.test))
         self._raise_epoch(workers=tuple(entry.incarnation for entry in workers))
         self.change(workers=workers)
+
+    def replace_launcher(self, incarnation: int) -> None:
+        """Note that another launcher has taken over, durably: no earlier one may start anything any more."""
+        self._raise_epoch(launcher=incarnation)
+        self.change(launcher=incarnation)
 
     def _raise_epoch(self, **changes: Any) -> None:
         """Start a new epoch, durable together with these changes before either is published."""

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from holdfast.cluster.protocol.envelope import Envelope
-from holdfast.cluster.protocol.messages import Ballot, Claim, Claimed, Exit, Peer
+from holdfast.cluster.protocol.messages import Ballot, Claim, Claimed, Exit, Peer, VaultAt
 from holdfast.cluster.runtime.engines.agent import Agent, News
 from holdfast.cluster.runtime.keys import JobKeys
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
@@ -114,3 +114,14 @@ def test_its_vault_answers_the_supervisor_alone(agent: Agent) -> None:
             while not found and time.monotonic() < end:
                 found += [envelope.message for envelope in transport.poll(0.1)]
     assert answers == {"worker": [], "supervisor": [Claimed(Ballot(3, 7))]}
+
+
+def test_it_keeps_a_copy_of_the_log_for_the_next_controller(agent: Agent) -> None:
+    for part in ((0, b"first "), (0, b"first "), (6, b"second")):
+        agent.look(0, {}, 0.0, b"", part)
+    news = look(agent)
+    assert (news.journal, news.address, news.vault) == (12, "127.0.0.1", None)
+    assert agent.read_journal(0) == b"first second"
+    assert "journal" not in {file.name for file in news.files}, "the log is where it came from"
+    endpoint = agent.open_vault("job", 4, msgspec.json.encode(JobKeys(1, 1, 5).of(Peer("vault", 4))))
+    assert look(agent).vault == VaultAt(4, endpoint)

@@ -23,10 +23,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from holdfast.cluster.protocol.messages import Exit, Peer
+from holdfast.cluster.protocol.messages import Exit, Peer, VaultAt
 from holdfast.cluster.protocol.vault import Vault
 from holdfast.cluster.runtime.engines.local import NODE_COMMAND, ONE_THREAD, LocalLauncher
-from holdfast.cluster.runtime.files import FileNews, written
+from holdfast.cluster.runtime.files import FileNews, JournalCopy, written
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.loop import send_outbox
 from holdfast.cluster.runtime.node import Announcement, Assignment
@@ -50,6 +50,11 @@ class News(Struct, frozen=True, array_like=True):
     """The processes that have an assignment, and their pids."""
     state: bytes | None = None
     """The supervisor's state file, if a supervisor runs here and has written it."""
+    vault: VaultAt | None = None
+    journal: int = 0
+    """How much of the run's log there is a copy of."""
+    address: str = ""
+    """Of this machine."""
 
 
 # Made here, by one thread: msgspec crashes if several need a new type at the same time.
@@ -76,11 +81,14 @@ class Agent:
         environment: Mapping[str, str] | None = None,
         command: Sequence[str] = NODE_COMMAND,
     ) -> None:
+        self._machine = address
         self._address = f"[{address}]" if ":" in address else address
         self._folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
         self._state = self._folder / state_file
         self._announced = b""
         self._vault: threading.Thread | None = None
+        self._vault_at: VaultAt | None = None
+        self._journal = JournalCopy(self._folder / "journal")
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         variables = {**ONE_THREAD, "PYTHONPATH": paths, **(environment or {})}
         self._launcher = LocalLauncher(self._folder, command, variables)
@@ -126,6 +134,7 @@ class Agent:
             target=self._keep, args=(Vault(me), transport), name="vault", daemon=True
         )
         self._vault.start()
+        self._vault_at = VaultAt(slot, transport.endpoint)
         return transport.endpoint
 
     def _keep(self, vault: Vault, transport: ZmqTransport) -> None:
@@ -135,8 +144,18 @@ class Agent:
                     vault.receive(envelope, time.monotonic())
                     send_outbox(vault, transport)
 
+    def read_journal(self, offset: int) -> bytes:
+        """A part of the copy of the run's log; b"" at its end."""
+        with self._lock:
+            return self._journal.read(offset)
+
     def look(
-        self, acknowledged: int, offsets: Mapping[str, int], seconds: float, announcement: bytes = b""
+        self,
+        acknowledged: int,
+        offsets: Mapping[str, int],
+        seconds: float,
+        announcement: bytes = b"",
+        journal: tuple[int, bytes] = (0, b""),
     ) -> bytes:
         """The news (``News``, as MessagePack); waits so long for a process to end.
 
@@ -145,19 +164,23 @@ class Agent:
             offsets: how much of each file the caller has.
             seconds: how long to wait.
             announcement: what all processes here are to be told (``Announcement``, as JSON).
+            journal: a further part of the run's log, and its offset.
         """
         with self._lock:
-            if announcement != self._announced:
+            self._journal.take(*journal)
+            if announcement and announcement != self._announced:
                 self._announced = announcement
                 self._tell()
             self._exits = [one for one in self._exits if one[0] > acknowledged]
             self._news.wait_for(lambda: bool(self._exits) or self._ending, seconds)
             exits, running = tuple(self._exits), tuple(self._launcher.pids().items())
+            vault, length = self._vault_at, self._journal.length
         state = None
         if any(peer.role == "supervisor" for peer, _ in running):
             with contextlib.suppress(FileNotFoundError):
                 state = self._state.read_bytes()
-        news = News(time.time(), exits, tuple(written(self._folder, offsets)), running, state)
+        files = tuple(written(self._folder, offsets))
+        news = News(time.time(), exits, files, running, state, vault, length, self._machine)
         return msgspec.msgpack.encode(news)
 
     def close(self, seconds: float) -> None:

@@ -5,9 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from msgspec import Struct
+
 from holdfast.cluster.protocol.messages import Board, Exit, Peer
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Assignment
+
+
+class Inheritance(Struct, frozen=True):
+    """What an engine leaves to that of the next launcher."""
+
+    group: str
+    """By which it finds the processes."""
+    machines: int
+    """How many machines are used, without spares."""
+    spares: int = 0
+    domains: tuple[str, ...] = ()
+    """The failure domain of each machine and spare."""
+    job: str = ""
+    """The job's name in its messages, and all that follows, come from the launcher's charter."""
+    supervisor: str = ""
+    vaults: Board = ()
+    vault_keys: tuple[Keys, ...] = ()
 
 
 class Engine(Protocol):
@@ -16,6 +35,15 @@ class Engine(Protocol):
     most_vaults: int
     """How many vaults for the supervisor's state it may ever open; 0: a restarted supervisor finds the run's
     folder."""
+
+    launcher: int
+    """The incarnation of the launcher that uses it; 0 where no other one can take over."""
+
+    def keep(self, charter: bytes) -> None:
+        """Keep what a launcher must know that takes over, where the end of this one does not reach it."""
+
+    def processes(self) -> frozenset[Peer] | None:
+        """The processes that run or are to start; None as long as that is not known of some machine."""
 
     def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
         """Open the first vaults. ``keys`` are those of all that it may open, in the order of their slots.
@@ -50,7 +78,8 @@ class Engine(Protocol):
         Its next process starts there."""
 
     def exited(self) -> list[Exit]:
-        """The processes that have ended since the last call."""
+        """The processes that have ended since the last call. Raises JobFailed if another launcher has taken
+        over: then ``close`` leaves all processes to that one."""
 
     def read(self, name: str) -> bytes | None:
         """A file that the supervisor has written to the run's folder; None if it does not exist yet."""

@@ -195,6 +195,7 @@ class LocalLauncher:
     """
 
     most_vaults = 0
+    launcher = 0
 
     def __init__(
         self,
@@ -265,6 +266,13 @@ class LocalLauncher:
     def misplaced(self) -> Peer | None:
         """There is one machine."""
         return None
+
+    def keep(self, charter: bytes) -> None:
+        """Nothing: all processes end with this one."""
+
+    def processes(self) -> frozenset[Peer] | None:
+        """The processes that run."""
+        return frozenset(self.pids())
 
     def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
         """There are none: the supervisor's state is in a file."""
