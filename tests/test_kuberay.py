@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.cluster.runtime.engines.room import room_for
 from holdfast.coding.machines import check_spread
 from holdfast.coding.placement import Placement
 from holdfast.options import ErasureCode, Ray
@@ -68,7 +69,9 @@ def test_processes_fit_into_pods(job: Config) -> None:
     shared = MACHINES["template"]["spec"]["volumes"][0]["emptyDir"]
     assert shared["medium"] == "Memory"
     room = gigabytes(resources["limits"]["memory"]) - gigabytes(shared["sizeLimit"])
-    assert servers * engine.server_memory / 1e9 <= room
+    reserved = room_for(engine, servers=servers, workers=workers, machines=machines)
+    assert reserved["memory"] == 3 * 35e9 + 3 * 2e9
+    assert reserved["memory"] / 1e9 <= room
     assert HEAD["rayStartParams"]["num-cpus"] == "0", "the controller's machine runs nothing else"
 
 

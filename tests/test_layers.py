@@ -34,7 +34,7 @@ RANK = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
 CLUSTER = [
     {"session"},
     {"job"},
-    {"runner", "make_plan"},
+    {"runner", "make_plan", "memory"},
     {"server.process", "worker.process", "supervisor.process"},
     {"saving"},
     {"server", "worker", "supervisor"},

@@ -531,8 +531,8 @@ class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid
             (``ray start --labels rack=a``). Machines with the same value are one failure domain.
         server_cpus: processors to reserve for each server.
         worker_cpus: processors to reserve for each worker.
-        server_memory: bytes of memory to reserve for each server.
-        worker_memory: bytes of memory to reserve for each worker.
+        server_memory: bytes of memory to reserve for each server; 0: none. Default: an estimate.
+        worker_memory: the same for each worker.
         silent_seconds: a process that sends no heartbeat for this long is considered dead.
         runtime_env: what Ray prepares on all machines, such as ``{"working_dir": "."}``.
         shared_paths: whether local paths, such as ``checkpoint``, are one folder that all machines share.
@@ -547,8 +547,8 @@ class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid
     domain: str = NODE_DOMAIN
     server_cpus: float = 1.0
     worker_cpus: float = 1.0
-    server_memory: int = 0
-    worker_memory: int = 0
+    server_memory: int | None = None
+    worker_memory: int | None = None
     silent_seconds: float = 3.0
     runtime_env: dict[str, Any] = {}
     shared_paths: bool = False

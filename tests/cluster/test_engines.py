@@ -59,6 +59,14 @@ def test_a_failure_domain_is_a_machine_or_a_label(domain: str) -> None:
     assert load(None, [*SMALL, "job.engine=ray"]).job.engine == hf.Ray(domain="node")
 
 
+def test_the_option_keeps_the_keys_of_a_file(tmp_path: Path) -> None:
+    """``--engine ray`` is ``job.engine=ray`` on top of what the file says."""
+    (tmp_path / "job.yaml").write_text("job: {servers: 3, engine: {kind: ray, machines: 4}}")
+    on_top = load(tmp_path / "job.yaml", ["job.engine=ray", "job.engine.name=ctr"])
+    assert on_top.job.engine == hf.Ray(machines=4, name="ctr")
+    assert load(tmp_path / "job.yaml", ["job.engine=local"]).job.engine == "local"
+
+
 def test_processes_are_silent_for_less_time_on_a_cluster() -> None:
     assert plan_job(load(None, SMALL)).timing.silent_seconds == 10.0
     on_ray = plan_job(load(None, [*SMALL, "job.engine=ray", "job.engine.silent_seconds=4"]))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.cluster.protocol.messages import Peer, Status
+from holdfast.cluster.protocol.messages import NodeStatus, Peer, Status
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.runner import Runner
+from holdfast.cluster.runtime.engines.base import Draining
 from holdfast.events import EventLog, read_events
 
 CALM = Status("running", 10, 100, ())
@@ -23,6 +24,7 @@ class Engine:
         self.spread: bool | None = True
         self.server: Peer | None = None
         self.asked = 0
+        self.leaving: tuple[Draining, ...] = ()
 
     def is_spread(self) -> bool | None:
         return self.spread
@@ -30,6 +32,9 @@ class Engine:
     def misplaced(self) -> Peer | None:
         self.asked += 1
         return self.server
+
+    def draining(self) -> tuple[Draining, ...]:
+        return self.leaving
 
     def machine(self, peer: Peer) -> str:
         return f"machine of {peer}"
@@ -51,7 +56,7 @@ class Mending:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.now = folder, 100.0
         self.engine, self.launcher = Engine(), Launcher()
-        plan = JobPlan(job="job", seed=1, groups=(), servers=4, workers=1)
+        plan = JobPlan(job="job", seed=1, groups=(), servers=4, workers=1, k=2, r=1)
         engine: Any = self.engine
         self.runner = Runner(plan, engine, folder, EventLog(folder))
         monkeypatch.setattr("holdfast.cluster.runner.time.monotonic", lambda: self.now)
@@ -96,6 +101,20 @@ def test_without_a_machine_to_go_to_nothing_moves(mending: Mending) -> None:
     assert mending.launcher.killed == []
     assert mending.engine.asked < 5, "looking takes a while"
     assert mending.events == ["spread_lost"]
+
+
+def test_nobody_leaves_a_drained_machine_while_a_server_moves(mending: Mending) -> None:
+    """Even where there is no time, and before a report says that something is lacking."""
+    mending.pass_time(5.0)
+    mending.engine.spread, mending.engine.server = False, Peer("server", 2, 1)
+    while not mending.launcher.killed:
+        mending.pass_time(0.25)
+    mending.engine.leaving = (Draining("m", mending.now + 1.0, (Peer("server", 0, 1),)),)
+    mending.pass_time(3.0)
+    assert mending.launcher.killed == [("server", 2)]
+    there = NodeStatus(Peer("server", 2, 2), "ready", 0.0)
+    mending.pass_time(1.0, Status("running", 10, 100, (there,)))
+    assert mending.launcher.killed == [("server", 2), ("server", 0)]
 
 
 def test_one_machine_has_nothing_to_mend(mending: Mending) -> None:

@@ -17,6 +17,7 @@ from holdfast.coding.machines import (
     evenly,
     fewest_machines,
     in_turn,
+    lost_together,
     most_on_one,
     spread,
     spread_in_domains,
@@ -69,6 +70,23 @@ def test_windows_are_stripes(placement: Placement, data: st.DataObject) -> None:
         st.lists(st.integers(0, 4), min_size=placement.servers, max_size=placement.servers)
     )
     assert most_on_one(placement, machine_of) == records_lost(placement, machine_of)
+
+
+@settings(deadline=None)
+@given(codes(), st.data())
+def test_servers_that_may_be_lost_together(placement: Placement, data: st.DataObject) -> None:
+    """As many as the code covers: those left out would be too many, each of them."""
+    servers = data.draw(st.lists(st.integers(0, placement.servers - 1), unique=True))
+    found = lost_together(placement, servers)
+
+    def lost_records(gone: Sequence[int]) -> int:
+        return records_lost(placement, [-1 if s in gone else s for s in range(placement.servers)])
+
+    assert list(found) == [server for server in servers if server in found]
+    assert len(found) >= min(len(servers), placement.r)
+    assert not found or lost_records(found) <= placement.r
+    for server in set(servers) - set(found):
+        assert lost_records([*found, server]) > placement.r
 
 
 @settings(deadline=None, max_examples=60)

@@ -8,6 +8,7 @@ The first host has Ray's head and the user; the job's machines are the others.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.testing.lab import Host, Lab, command_line
-from holdfast.testing.ray_cluster import CONTROLLER, NAME, NODE, RayCluster, RayJob, local_job
+from holdfast.testing.ray_cluster import (
+    CONTROLLER,
+    CPUS,
+    NAME,
+    NODE,
+    RayCluster,
+    RayJob,
+    local_job,
+)
 
 HOSTS = 5
 STEPS = 3000
@@ -27,6 +36,7 @@ SETTINGS = (
 ONE_AFTER_THE_OTHER = ("job.workers=1", "job.staleness=0")
 """The result is then the same to the bit, however long anything takes."""
 ENDLESS = "max_steps=1000000", "data.samples=256000000"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ray_own_model"
 BEFORE = 100
 """Steps before anything happens."""
 RACKS = {2: "rack=a", 3: "rack=a", 4: "rack=b", 5: "rack=b", 6: "rack=c", 7: "rack=c"}
@@ -176,6 +186,106 @@ def placement_is_mended(cluster: RayCluster) -> None:
     job.wait(lambda: len(job.events("redundancy_restored")) == 3)
     go_on(job)
     stop(cluster, job)
+
+
+def drain(cluster: RayCluster, job: RayJob, host: Host, seconds: int | None) -> None:
+    """A machine is drained, and nothing of the job is there any more when it loses power."""
+    cluster.drain(host, seconds)
+    job.wait(lambda: host.address in [event["machine"] for event in job.events("machine_drained")])
+    assert host.address not in job.machines()
+    moved_at = max((event["time"] for event in job.events("server_moved")), default=0.0)
+    job.wait(lambda: any(event["time"] > moved_at for event in job.events("redundancy_restored")))
+    lost = len(job.events("server_lost"))
+    host.power_off()
+    gone = len(job.events("machine_lost")) + 1
+    job.wait(lambda: len(job.events("machine_lost")) == gone)
+    go_on(job)
+    assert len(job.events("server_lost")) == lost, "nothing was there to be lost"
+    assert host.address not in job.machines()
+
+
+@scenario
+def machines_drained(cluster: RayCluster) -> None:
+    """Machines are drained before they lose power: one with a server and a worker, then the supervisor's."""
+    job = begin(cluster, *ENDLESS)
+    host = job.host_of("worker", without=("supervisor",))
+    here = {slot for slot in range(3) if job.machine_of("server", slot) == host.address}
+    drain(cluster, job, host, None)
+    assert {event["slot"] for event in job.events("server_moved")} == here
+    assert len(job.events("worker_moved")) == 1
+    assert not job.events("supervisor_moved")
+    host = job.host_of("supervisor")
+    drain(cluster, job, host, 120)
+    assert [event["machine"] for event in job.events("supervisor_moved")] == [host.address]
+    moved = job.events("server_moved")
+    assert len(job.events("server_lost")) == len(moved), "only servers that moved came back"
+    stop(cluster, job)
+
+
+@scenario
+def drained_in_a_hurry(cluster: RayCluster) -> None:
+    """Of a machine with two servers, both leave at once if it goes soon: the code covers that."""
+    code = "job.protection={kind: erasure-code, k: 4, r: 2, scrub_seconds: 3}"
+    job = begin(cluster, *ENDLESS, "job.servers=6", code)
+    machines = [job.machine_of("server", slot) for slot in range(6)]
+    host = cluster.host_at(max(machines, key=machines.count))
+    here = [slot for slot, machine in enumerate(machines) if machine == host.address]
+    assert len(here) == 2, machines
+    drain(cluster, job, host, 8)
+    moved = job.events("server_moved")
+    assert [event["slot"] for event in moved] == here
+    assert moved[1]["time"] - moved[0]["time"] < 0.5
+    stop(cluster, job)
+
+
+@scenario
+def own_model(cluster: RayCluster) -> None:
+    """The example of a model that only the user's machine has. Ray takes it to all others, also to one that
+    starts a process later, when the user's folder is gone."""
+    folder = cluster.folder / "example"
+    shutil.copytree(EXAMPLE, folder)
+    cluster.user_folder = folder
+    job = RayJob.start(
+        cluster, ["data.arguments.samples=256000000", "report_every=10", SETTINGS[1]], folder / "job.yaml"
+    )
+    job.wait(lambda: job.step() > BEFORE, 300.0)
+    pids = [pid for host in cluster.machines for pid in host.find(NODE)]
+    folders = {str(Path(f"/proc/{pid}/cwd").readlink().parent.name) for pid in pids}
+    assert folders == {"working_dir_files"}, folders
+    shutil.rmtree(folder)
+    worker = job.host_of("worker", without=("supervisor",))
+    worker.power_off()
+    job.wait(lambda: job.events("redundancy_restored"))
+    job.wait(lambda: [event for event in job.events("worker_started") if event["incarnation"] > 1])
+    go_on(job)
+    stop(cluster, job)
+    assert job.finish()["auc"] > 0.6
+
+
+@scenario
+def no_room(cluster: RayCluster) -> None:
+    """A job that reserves more memory than machines have is refused, with both numbers."""
+    job = RayJob.start(cluster, [*SETTINGS, "job.engine.server_memory=1000000000000"])
+    job.process.wait(240.0)
+    said = " ".join(job.log.read_text().split())
+    assert job.process.returncode == 1, said
+    assert "no room for 4 machines with 2 CPUs and 2 TB of memory free on each: it has 10.77.0." in said
+    assert f"{CPUS} CPUs and " in said
+
+
+@scenario
+def first_job(cluster: RayCluster) -> None:
+    """Machines that never ran a job all compile before any process starts, each for itself, and say so."""
+    empty = cluster.lab[1].private / "numba"
+    variables = f"{{NUMBA_CACHE_DIR: {empty}, XDG_CACHE_HOME: {empty}}}"
+    job = begin(cluster, f"job.engine.runtime_env={{env_vars: {variables}}}")
+    addresses = {host.address for host in cluster.machines}
+    assert {event["machine"] for event in job.events("machine_compiling")} == addresses
+    compiled = job.events("machine_compiled")
+    assert {event["machine"] for event in compiled} == addresses
+    assert max(event["time"] for event in compiled) < job.events("job_started")[0]["time"]
+    assert min(event["after_seconds"] for event in compiled) > 1.0
+    check_complete(job)
 
 
 @scenario

@@ -19,6 +19,20 @@ WHY_NOT = unavailable() or ("" if importlib.util.find_spec("ray") else "Ray is n
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
+def test_a_lab_never_changes_the_machine() -> None:
+    """However it is started: its first process is in namespaces of its own."""
+    show = [
+        sys.executable,
+        "-c",
+        "import os; print(*(os.readlink(f'/proc/self/ns/{n}') for n in ('net', 'mnt')))",
+    ]
+    here = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
+    for command in ([sys.executable, "-m", "holdfast.testing.lab", *show], enclosed(show)):
+        there = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        assert len(there) == 2
+        assert not set(there) & set(here)
+
+
 IN_SUITE = ("power_off", "cut_and_heal", "supervisor_lost", "controller_lost", "user_killed")
 
 

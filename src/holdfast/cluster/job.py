@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.cluster.make_plan import plan_job
+from holdfast.cluster.memory import with_estimates
 from holdfast.cluster.protocol.messages import Happening, Status
 from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.remote import CONTROLLER, Remote
@@ -37,7 +38,6 @@ from holdfast.cluster.saving.failures import log
 from holdfast.cluster.server.witness import ROWS_FOLDER
 from holdfast.cluster.succession import Past, Succession, past_of
 from holdfast.cluster.supervisor.process import STATE_FILE
-from holdfast.coding.placement import Placement
 from holdfast.data.criteo import Criteo
 from holdfast.data.synthetic import Synthetic
 from holdfast.errors import ConfigError, DataLoss, StoreLocked
@@ -247,17 +247,19 @@ class Job:
         lost: tuple[str, ...] = tuple(past.losses)
         earlier: Runner | None = None
         while True:
-            with _open_engine(config, folder, succession) as engine:
+            plan = charter.plan if charter is not None else None
+            if plan is None and job.engine != "local":  # the engine must know how much memory to reserve
+                plan = plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
+            with _open_engine(config, folder, succession, plan) as engine:
                 if charter is None:
                     # Processes import their modules while this one makes the plan.
                     for role, count in (("supervisor", 1), ("server", job.servers), ("worker", job.workers)):
                         for slot in range(count):
                             engine.warm(role, slot)
+                if plan is None:
                     plan = (
                         plan_job(config) if earlier is None else _plan_again(config, earlier, stop_requested)
                     )
-                else:
-                    plan = charter.plan
                 runner = Runner(plan, engine, folder, events, bind, kills, charter=charter, past=past)
                 charter, succession, past = None, succession.begin_again(), Past()
                 if earlier is not None:
@@ -291,20 +293,18 @@ def _ray() -> ModuleType:
 
 
 @contextlib.contextmanager
-def _open_engine(config: Config, folder: Path, succession: Succession) -> Iterator[Engine]:
+def _open_engine(
+    config: Config, folder: Path, succession: Succession, plan: JobPlan | None
+) -> Iterator[Engine]:
     """The engine that the configuration asks for; at the end, all processes are ended."""
     job = config.job
-    if job.engine == "local":
+    if job.engine == "local" or plan is None:
         with LocalLauncher(folder, environment=_environment()) as launcher:
             yield launcher
         return
-    code = job.code
-    placement = Placement(job.servers)
-    if code is not None:
-        rings = job.servers // (code.k + code.r) if code.rings else 1
-        placement = Placement(job.servers, code.k, code.r, rings)
+    options = with_estimates(job.engine, plan)
     open_engine = _ray().RayEngine(
-        folder, job.engine, placement, job.workers, STATE_FILE, controller=succession.launcher,
+        folder, options, plan.placement, job.workers, STATE_FILE, controller=succession.launcher,
         journal=succession.journal, inheritance=succession.inheritance, again=succession.again,
     )  # fmt: skip
     with open_engine as engine:

@@ -33,6 +33,7 @@ from holdfast.cluster.protocol.plan import JobPlan
 from holdfast.cluster.report.failures import Failures, SpeedMeter, lost_rows_path
 from holdfast.cluster.report.result import JobResult, SaveLedger, count, in_short
 from holdfast.cluster.runtime.engines.base import Engine
+from holdfast.cluster.runtime.engines.draining import Evacuation
 from holdfast.cluster.runtime.keys import JobKeys, KeyPair
 from holdfast.cluster.runtime.loop import send_outbox
 from holdfast.cluster.runtime.node import Assignment
@@ -230,7 +231,7 @@ class Launcher:
 
     def kill(self, role: Role, slot: int) -> None:
         """Send SIGKILL to the process in a slot."""
-        peer = self._starts.running.get((role, slot))
+        peer = self.template.me if role == "supervisor" else self._starts.running.get((role, slot))
         if peer is not None:
             self._engine.signal(peer, signal.SIGKILL)
 
@@ -288,6 +289,9 @@ class Runner:
     """The supervisor's state file, as it was read last."""
     _chartered: Assignment | None = None
     """The template of which the engine keeps the charter."""
+
+    def __post_init__(self) -> None:
+        self._evacuation = Evacuation(self.plan.placement, self.say)
 
     def run(
         self,
@@ -484,6 +488,9 @@ class Runner:
                 self.say("spread_restored" if is_spread else "spread_lost")
             self._is_spread = is_spread
         now = time.monotonic()
+        for peer in self._evacuation.next(self.engine.draining(), status, now):
+            launcher.kill(peer.role, peer.slot)
+            self._calm_since = now
         if status.degraded or status.phase != "running" or is_spread is not False:
             self._calm_since = now
         elif now > self._calm_since + _CALM_SECONDS:
@@ -492,6 +499,7 @@ class Runner:
             if server is not None:
                 machine = self.engine.machine(server)
                 self.say("server_moved", slot=server.slot, machine=machine, step=status.steps)
+                self._evacuation.wait_for(server, now)
                 launcher.kill("server", server.slot)
 
     def _kill(self, kills: list[Kill], status: Status, launcher: Launcher) -> None:

@@ -40,6 +40,16 @@ def survives(placement: Placement, machine_of: Sequence[int], domain_of: Sequenc
     return most_on_one(placement, machine_of) <= placement.r
 
 
+def lost_together(placement: Placement, servers: Sequence[int]) -> tuple[int, ...]:
+    """Those of some servers that may be lost at once: as many as the code covers, the first ones first."""
+    slots: tuple[int, ...] = ()
+    for server in servers:
+        gone = [None if slot in (*slots, server) else slot for slot in range(placement.servers)]
+        if max(window.count(None) for window in windows(placement, gone)) <= placement.r:
+            slots += (server,)
+    return slots
+
+
 def spread(placement: Placement, machines: int) -> tuple[int, ...] | None:
     """The machine of each server, such that the code covers the loss of any machine; None: there is none.
 

@@ -26,6 +26,7 @@ from typing import Any, Self
 from holdfast.errors import ConfigError, HoldfastError
 
 _INSIDE = "HOLDFAST_LAB"
+_ENCLOSED = "--enclosed"
 _NETWORK = "10.77.0"
 _START_SECONDS = 10.0
 # Process 1 of a host. It must reap: otherwise nobody there would notice that a process has died.
@@ -57,7 +58,7 @@ def check_available() -> None:
 
 def enclosed(command: Sequence[str]) -> list[str]:
     """The command line that runs a command in a new lab."""
-    return [*_enclosure(), sys.executable, "-m", "holdfast.testing.lab", *command]
+    return [*_enclosure(), sys.executable, "-m", "holdfast.testing.lab", _ENCLOSED, *command]
 
 
 def _enclosure() -> list[str]:
@@ -251,8 +252,12 @@ def _run(*command: str) -> None:
 
 def main() -> None:
     """Run the command of the arguments as the first program of a new lab."""
+    if sys.argv[1:2] != [_ENCLOSED]:  # a lab in the machine's own namespaces would change the machine
+        check_available()
+        command = enclosed(sys.argv[1:])
+        os.execvp(command[0], command)
     os.environ[_INSIDE] = "1"
-    program = subprocess.Popen(sys.argv[1:])
+    program = subprocess.Popen(sys.argv[2:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what becomes of the lab
     # As process 1 of the lab, reap everything.
     while program.returncode is None:

@@ -37,6 +37,11 @@ HEALTH = {
 """By default, Ray waits about a minute for a machine that does not answer before another may take over."""
 _RAY = str(Path(sys.executable).with_name("ray"))
 _HOLDFAST = [sys.executable, "-m", "holdfast"]
+_NODE_ID = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeManagerAddress"] == sys.argv[2]))
+"""
 _STORE_BYTES = 80_000_000
 _UP = b"Ray runtime started"
 _UP_SECONDS = 120.0
@@ -153,12 +158,25 @@ class RayCluster:
         self.start(host)
         self.wait_for(host)
 
+    def drain(self, host: Host, seconds: int | None = None) -> None:
+        """Let Ray tell that a host will be taken away, after so many seconds; nobody takes it away."""
+        ask = [sys.executable, "-c", _NODE_ID, self.address, host.address]
+        node = self._as_user(ask)
+        drain = [
+            _RAY, "drain-node", "--address", self.address, "--node-id", node,
+            "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test",
+            *([] if seconds is None else ["--deadline-remaining-seconds", str(seconds)]),
+        ]  # fmt: skip
+        self._as_user(drain)
+
     def _log(self, host: Host) -> Path:
         return self.folder / f"ray-{host.number}.log"
 
     def command(self, *arguments: str) -> str:
         """Run a command of ``holdfast`` that asks the cluster, as a user does. Its output."""
-        command = [*_HOLDFAST, *arguments, "--address", self.address]
+        return self._as_user([*_HOLDFAST, *arguments, "--address", self.address])
+
+    def _as_user(self, command: Sequence[str]) -> str:
         ended = self.user.run(command, self.environment, capture_output=True, text=True, timeout=_UP_SECONDS)
         said: str = ended.stdout
         return said.strip()

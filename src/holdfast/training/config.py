@@ -357,6 +357,8 @@ def _override(values: dict[str, Any], override: str) -> set[str]:
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {override}: {section} is {inner!r}, not a section with keys")
         values = inner
+    if (key, value) == ("job.engine", "ray") and isinstance(values.get(last), dict):
+        return {"engine"}  # the file has its keys
     values[last] = value
     if key == "job":
         return set(value) if isinstance(value, dict) else set()

@@ -42,6 +42,7 @@ from holdfast.cluster.protocol.wire import ROUTES, Header, Message, encode
 from holdfast.cluster.report.failures import Failures, SpeedMeter
 from holdfast.cluster.report.progress import Reports, tell
 from holdfast.cluster.runner import Launcher, TrainingClock
+from holdfast.cluster.runtime.engines.base import Draining
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Assignment
 from holdfast.cluster.runtime.transport.memory import Weather
@@ -115,6 +116,9 @@ class NoEngine:
 
     def misplaced(self) -> Peer | None:
         return None
+
+    def draining(self) -> Sequence[Draining]:
+        return ()
 
     def open_vaults(self, job: str, keys: Sequence[Keys]) -> Board:
         return ()

@@ -155,7 +155,32 @@ def test_each_piece_of_news_is_told_once_even_if_it_comes_late() -> None:
         (
             "server_moved",
             {"slot": 2, "machine": "m", "step": 3},
-            "server 2 on m is ended, to start anew on a machine of its own",
+            "server 2 on m is ended, to start anew on another machine",
+        ),
+        (
+            "worker_moved",
+            {"slot": 1, "machine": "m", "step": 3},
+            "worker 1 on m is ended, to start anew on another machine",
+        ),
+        (
+            "supervisor_moved",
+            {"machine": "m", "step": 3},
+            "the supervisor on m is ended, to start anew on another machine",
+        ),
+        (
+            "machine_draining",
+            {"machine": "m", "seconds_left": 29.6},
+            "machine m will be taken away in 30 s: its processes leave",
+        ),
+        (
+            "machine_draining",
+            {"machine": "m", "seconds_left": None},
+            "machine m will be taken away soon: its processes leave",
+        ),
+        (
+            "machine_drained",
+            {"machine": "m"},
+            "nothing of the job runs on machine m any more: it may be taken away",
         ),
         ("test", {"step": 5, "auc": 0.75, "log_loss": 0.4}, "test at step 5: AUC 0.7500, log loss 0.4000"),
         (

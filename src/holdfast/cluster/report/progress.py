@@ -263,8 +263,10 @@ def _tell(happening: Happening) -> str | None:
             )
         case "checkpoint_saved" | "checkpoint_failed" | "checkpoint_tidy_failed" | "checkpoint_damaged":
             text = _tell_of_checkpoints(happening.event, figures)
-        case "spread_lost" | "spread_restored" | "server_moved" | "vaults_changed" | "controller_replaced":
+        case "spread_lost" | "spread_restored" | "vaults_changed" | "controller_replaced":
             text = _tell_of_machines(happening.event, figures)
+        case "machine_draining" | "machine_drained" | "server_moved" | "worker_moved" | "supervisor_moved":
+            text = _tell_of_draining(happening.event, figures)
         case "store_not_opened" | "store_waited_for" | "store_locked":
             text = _tell_of_store(happening.event, figures)
         case _:
@@ -297,9 +299,20 @@ def _tell_of_machines(event: str, figures: Mapping[str, Any]) -> str:
     if event == "vaults_changed":
         count = len(figures["machines"])
         return f"{count} machines keep the supervisor's state: any {(count - 1) // 2} of them may be lost"
-    if event == "controller_replaced":
-        return f"the controller was lost; another one, on {figures['machine']}, has taken over"
-    return f"server {figures['slot']} on {figures['machine']} is ended, to start anew on a machine of its own"
+    return f"the controller was lost; another one, on {figures['machine']}, has taken over"
+
+
+def _tell_of_draining(event: str, figures: Mapping[str, Any]) -> str:
+    machine = figures["machine"]
+    if event == "machine_draining":
+        seconds = figures["seconds_left"]
+        when = "soon" if seconds is None else f"in {seconds:.0f} s"
+        return f"machine {machine} will be taken away {when}: its processes leave"
+    if event == "machine_drained":
+        return f"nothing of the job runs on machine {machine} any more: it may be taken away"
+    role = event.removesuffix("_moved")
+    who = "the supervisor" if role == "supervisor" else f"{role} {figures['slot']}"
+    return f"{who} on {machine} is ended, to start anew on another machine"
 
 
 def _tell_of_store(event: str, figures: Mapping[str, Any]) -> str:

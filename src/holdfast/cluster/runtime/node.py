@@ -39,6 +39,8 @@ MODULES: Final[Mapping[str, str]] = {
 }
 """The module with each role's ``run(assignment)``. The template calls its ``load()``, if any, before the
 first fork, and its ``prepare()`` when there was no request for a while."""
+COMPILE: Final = "compile"
+"""In place of a role: call the ``prepare()`` of all roles, and end."""
 _STDIN: Final = 0
 _OUTPUTS: Final = (1, 2)
 _PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
@@ -91,8 +93,8 @@ def announced_vaults() -> Board:
 
 
 def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
-    """Run a template. Its arguments are ``ROLE LAUNCHER``: the launcher's pid, whose end also ends this
-    process. Standard input is a socket to the launcher (``SOCK_SEQPACKET``).
+    """Run a template, or compile. Its arguments are ``ROLE LAUNCHER``: the launcher's pid, whose end also
+    ends this process. Standard input is a socket to the launcher (``SOCK_SEQPACKET``).
 
     A request is one byte with two open files, the node's standard input and its log; the answer is the
     node's pid. An exception ends the process with code 1; its traceback goes to standard error.
@@ -103,10 +105,14 @@ def main(modules: Mapping[str, str] = MODULES) -> NoReturn:
         faulthandler.enable()
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # SIGKILL flushes nothing
         role = sys.argv[1] if len(sys.argv) > 1 else ""
-        if role not in modules:
+        if role not in (*modules, COMPILE):
             raise ConfigError(f"the role is {role!r}: expected one of {', '.join(modules)}")
         launcher = int(sys.argv[2])
         _end_with(launcher)
+        if role == COMPILE:
+            for path in modules.values():
+                _call(importlib.import_module(path), "prepare")
+            _end(0)
         module = importlib.import_module(modules[role])
         _call(module, "load")
         _fork_on_request(module, lambda: _be_a_node(role, module, launcher))

@@ -30,6 +30,7 @@ from holdfast.cluster.server.witness import Witness
 from holdfast.coding.placement import Placement
 from holdfast.errors import message_of
 from holdfast.kernels.coding import within
+from holdfast.kernels.compiled import note_compiled
 from holdfast.kernels.compiling import in_turn
 from holdfast.kernels.memory import new_bytes
 from holdfast.kernels.teams import Team
@@ -221,6 +222,7 @@ def prepare() -> None:
     global _prepared  # noqa: PLW0603 (a process is prepared once)
     with in_turn():
         _warm_up(groups, (2, 1), (2, 2))
+    note_compiled()
     _prepared = True
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +116,39 @@ def test_its_vault_answers_the_supervisor_alone(agent: Agent) -> None:
             while not found and time.monotonic() < end:
                 found += [envelope.message for envelope in transport.poll(0.1)]
     assert answers == {"worker": [], "supervisor": [Claimed(Ballot(3, 7))]}
+
+
+def test_a_machine_compiles_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an empty cache: afterwards a server finds all that it needs."""
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    first = Agent("127.0.0.1", STATE)
+    try:
+        assert first.compile()
+        assert look(first).compiling
+        until(lambda: not look(first).compiling, seconds=240.0)
+        assert not look(first).files, "it has nothing to say"
+        assert not first.compile()
+    finally:
+        first.close(1.0)
+        first.remove()
+    cached = set((tmp_path / "NUMBA_CACHE_DIR").rglob("*.nbi"))
+    assert len(cached) > 20
+    again = [sys.executable, "-m", "holdfast.cluster.runtime.node", "compile", str(os.getpid())]
+    subprocess.run(again, check=True)
+    assert set((tmp_path / "NUMBA_CACHE_DIR").rglob("*.nbi")) == cached
+
+
+def test_closing_ends_a_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    other = Agent("127.0.0.1", STATE)
+    assert other.compile()
+    compiler = other._compiler
+    assert compiler is not None
+    other.close(1.0)
+    other.remove()
+    assert compiler.returncode == -signal.SIGKILL
 
 
 def test_it_keeps_a_copy_of_the_log_for_the_next_controller(agent: Agent) -> None:

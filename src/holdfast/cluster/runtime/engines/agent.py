@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -29,8 +30,9 @@ from holdfast.cluster.runtime.engines.local import NODE_COMMAND, ONE_THREAD, Loc
 from holdfast.cluster.runtime.files import FileNews, JournalCopy, written
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.loop import send_outbox
-from holdfast.cluster.runtime.node import Announcement, Assignment
+from holdfast.cluster.runtime.node import COMPILE, Announcement, Assignment
 from holdfast.cluster.runtime.transport.zmq import ZmqTransport
+from holdfast.kernels.compiled import is_compiled
 
 OWN_ADDRESS = "tcp"
 """For ``bind`` of an assignment: the address of the machine on which the process runs."""
@@ -55,6 +57,8 @@ class News(Struct, frozen=True, array_like=True):
     """How much of the run's log there is a copy of."""
     address: str = ""
     """Of this machine."""
+    compiling: bool = False
+    """Whether the machine compiles what processes need."""
 
 
 # Made here, by one thread: msgspec crashes if several need a new type at the same time.
@@ -92,6 +96,9 @@ class Agent:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         variables = {**ONE_THREAD, "PYTHONPATH": paths, **(environment or {})}
         self._launcher = LocalLauncher(self._folder, command, variables)
+        self._compile_command = [*command, COMPILE, str(os.getpid())]
+        self._compile_environment = {**os.environ, **variables}
+        self._compiler: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._exits: list[tuple[int, Exit]] = []
@@ -104,6 +111,24 @@ class Agent:
         """Start a spare process of a role."""
         with self._lock:
             self._launcher.warm(role)
+
+    def compile(self) -> bool:
+        """Compile what processes need, unless that was done on this machine before; whether that is so.
+
+        A process of its own does it, and news say when it is over. Whatever becomes of it, processes compile
+        what they lack.
+        """
+        if is_compiled():
+            return False
+        log = self._folder / "logs" / "compile.log"
+        log.parent.mkdir(exist_ok=True)
+        with self._lock, log.open("wb") as output:
+            if not self._ending:
+                self._compiler = subprocess.Popen(
+                    self._compile_command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    env=self._compile_environment,
+                )  # fmt: skip
+        return True
 
     def start(self, assignment: bytes) -> None:
         """Start a process. One that cannot be started counts as ended, and the news say why."""
@@ -180,7 +205,8 @@ class Agent:
             with contextlib.suppress(FileNotFoundError):
                 state = self._state.read_bytes()
         files = tuple(written(self._folder, offsets))
-        news = News(time.time(), exits, files, running, state, vault, length, self._machine)
+        compiling = self._compiler is not None and self._compiler.poll() is None
+        news = News(time.time(), exits, files, running, state, vault, length, self._machine, compiling)
         return msgspec.msgpack.encode(news)
 
     def close(self, seconds: float) -> None:
@@ -189,6 +215,9 @@ class Agent:
             self._ending = True
             self._news.notify_all()
         self._watcher.join()
+        if self._compiler is not None:
+            self._compiler.kill()
+            self._compiler.wait()
         if self._vault is not None:
             self._vault.join()
         self._launcher.close(seconds)

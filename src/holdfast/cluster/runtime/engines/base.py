@@ -12,6 +12,18 @@ from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Assignment
 
 
+class Draining(Struct, frozen=True):
+    """A machine that will be taken away."""
+
+    machine: str
+    until: float | None
+    """When, by the monotonic clock; None: that is not known."""
+    peers: tuple[Peer, ...] = ()
+    """What runs there."""
+    elsewhere: bool = True
+    """Whether there is another machine for it."""
+
+
 class Inheritance(Struct, frozen=True):
     """What an engine leaves to that of the next launcher."""
 
@@ -76,6 +88,9 @@ class Engine(Protocol):
     def misplaced(self) -> Peer | None:
         """A server that should start anew on another machine, so that the code covers more; None: no one.
         Its next process starts there."""
+
+    def draining(self) -> Sequence[Draining]:
+        """The machines that will be taken away. Processes that start anew start elsewhere."""
 
     def exited(self) -> list[Exit]:
         """The processes that have ended since the last call. Raises JobFailed if another launcher has taken

@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 
 from holdfast.cluster.protocol.messages import Board, Exit, Peer
+from holdfast.cluster.runtime.engines.base import Draining
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
 from holdfast.errors import ConfigError
@@ -266,6 +267,10 @@ class LocalLauncher:
     def misplaced(self) -> Peer | None:
         """There is one machine."""
         return None
+
+    def draining(self) -> Sequence[Draining]:
+        """Nobody says so."""
+        return ()
 
     def keep(self, charter: bytes) -> None:
         """Nothing: all processes end with this one."""

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 import ray
+from ray._private.state import state as ray_state
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 from ray.experimental import internal_kv as kv
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -34,8 +35,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from holdfast.cluster.protocol.messages import Board, Exit, Peer, VaultAt
 from holdfast.cluster.runtime.engines.agent import NEWS, Agent, News
-from holdfast.cluster.runtime.engines.base import Inheritance
+from holdfast.cluster.runtime.engines.base import Draining, Inheritance
 from holdfast.cluster.runtime.engines.collected import Collected
+from holdfast.cluster.runtime.engines.draining import Notices
+from holdfast.cluster.runtime.engines.room import room_for, room_in_words
 from holdfast.cluster.runtime.files import Journal, JournalCopy
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
@@ -61,6 +64,7 @@ _LOOK_SECONDS = 0.25
 _PATIENCE_SECONDS = 0.5
 _PLACE_SECONDS = 60.0
 _START_SECONDS = 60.0
+_COMPILE_SECONDS = 300.0
 _AGAIN_SECONDS = 0.2
 _CALLS_AT_ONCE = 8
 _CALL_SECONDS = 5.0
@@ -198,6 +202,8 @@ class _Machine:
     state: bytes | None = None
     """The state file of a supervisor that runs there."""
     vault: VaultAt | None = None
+    compiling: float | None = None
+    """Since when it compiles what processes need."""
     starting: dict[Peer, tuple[Any, float]] = field(default_factory=dict)
     """Calls that start a process, and when they were made."""
     known: bool = False
@@ -263,10 +269,8 @@ class RayEngine:
         self._group_name = ""
         self._threads: list[threading.Thread] = []
         _connect(options)
-        if inheritance is not None:
-            count, domains = inheritance.machines, inheritance.domains
-        else:
-            count, domains = _machines_to_use(placement, options, again=again)
+        self._notices = Notices(_draining_addresses)
+        count, domains = _machines_to_use(placement, options, inheritance, again=again)
         self._domain_of = _numbered(domains)
         """The failure domain of each machine. Whatever Ray finds in a machine's place is in the same one."""
         self.home = _spread(placement, self._domain_of[:count], options)
@@ -289,16 +293,13 @@ class RayEngine:
             raise
 
     def _bundles(self, count: int, workers: int) -> list[dict[str, float]]:
-        """What each machine must have free: enough for its processes and those of a lost machine."""
-        options = self._options
+        """What each machine must have free: enough for its processes and those of a lost domain."""
         servers = max(self.home.count(machine) for machine in range(count))
-        bundle = {"CPU": options.server_cpus * servers + options.worker_cpus * -(-workers // count)}
-        memory = options.server_memory * servers + options.worker_memory * -(-workers // count)
-        if memory:
-            bundle["memory"] = float(memory)
-        return [{name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}] * len(
-            self._machines
-        )
+        workers_here = -(-workers // count)
+        # The machines of the other domains share what ran in a lost one.
+        domains = len(set(self._domain_of[:count]))
+        room = room_for(self._options, servers=servers, workers=workers_here, machines=domains)
+        return [room] * len(self._machines)
 
     def _inherit(self, left: Inheritance) -> None:
         """Take over the agents of an earlier controller."""
@@ -329,6 +330,9 @@ class RayEngine:
                     f"no agent of Holdfast came up on a machine within {_START_SECONDS:.0f} s: see Ray's logs"
                 )
             time.sleep(_LOOK_SECONDS / 10)
+        end = time.monotonic() + _COMPILE_SECONDS  # then, each process compiles what it lacks
+        while any(machine.compiling for machine in self._machines) and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS / 10)
 
     # The interface of an engine
 
@@ -350,7 +354,7 @@ class RayEngine:
         """Start a spare process of this role where this slot will run; without a slot, one on each
         machine."""
         with self._lock:
-            up = [machine for machine in self._machines if machine.actor is not None]
+            up = [m for m in self._machines if m.actor is not None and m.name not in self._notices()]
             if slot is not None and up:
                 up = [up[self._home_of(role, slot) % len(up)]]
             for machine in up:
@@ -400,7 +404,7 @@ class RayEngine:
         starts there."""
         with self._lock:
             at = self._servers_at()
-            usable = [machine.number for machine in self._machines if self._is_usable(machine)]
+            usable = [machine.number for machine in self._usable()]
             if at is None or not usable or not self._placement.r:
                 return None
             move = next_move(self._placement, at, self.home, usable, self._domain_of)
@@ -408,6 +412,19 @@ class RayEngine:
                 return None
             slot, self._targets[slot] = move
             return next(p for p in self._peers if (p.role, p.slot) == ("server", slot))
+
+    def draining(self) -> Sequence[Draining]:
+        """The machines that Ray says will be taken away."""
+        until = self._notices()
+        if not until:
+            return ()
+        with self._lock:
+            elsewhere = any(machine.name not in until for machine in self._usable())
+            return [
+                Draining(machine.name, until[machine.name], tuple(self._peers_on(machine)), elsewhere)
+                for machine in self._machines
+                if machine.actor is not None and machine.name in until
+            ]
 
     def _servers_at(self) -> list[int] | None:
         """The machine of each server; None if not all run."""
@@ -473,13 +490,16 @@ class RayEngine:
         """
         board, heard = self._board(), self._board(self._options.silent_seconds)
         if 2 * len(heard) > len(board):
-            self._announced = msgspec.structs.replace(self._announced, vaults=heard)
+            leaving = {m.vault for m in self._machines if m.name in self._notices()}
+            stay = tuple(vault for vault in heard if vault not in leaving)
+            self._announced = msgspec.structs.replace(self._announced, vaults=stay or heard)
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """End all processes and agents, and copy what they wrote last. Closing twice does no harm."""
         if self._closing.is_set():
             return
         self._closing.set()
+        self._notices.close()
         for thread in self._threads:
             thread.join(_PLACE_SECONDS)
         if self._superseded:
@@ -526,6 +546,15 @@ class RayEngine:
         silent = time.monotonic() - machine.heard
         return machine.actor is not None and bool(machine.name) and silent < self._options.silent_seconds / 2
 
+    def _usable(self) -> list[_Machine]:
+        """The machines on which processes may start: those that will be taken away only if there is no
+        other."""
+        usable = [machine for machine in self._machines if self._is_usable(machine)]
+        return [machine for machine in usable if machine.name not in self._notices()] or usable
+
+    def _peers_on(self, machine: _Machine) -> list[Peer]:
+        return [peer for peer, at in self._peers.items() if at is machine]
+
     def _start(self, assignment: Assignment) -> None:
         machine = self._choose(assignment.me)
         if machine is None:
@@ -536,7 +565,7 @@ class RayEngine:
         machine.starting[assignment.me] = call, time.monotonic()
 
     def _choose(self, peer: Peer) -> _Machine | None:
-        usable = {machine.number: machine for machine in self._machines if self._is_usable(machine)}
+        usable = {machine.number: machine for machine in self._usable()}
         if not usable:
             return None
         target = self._targets.pop(peer.slot, None) if peer.role == "server" else None
@@ -627,13 +656,15 @@ class RayEngine:
                     ray.kill(actor)
                     raise GetTimeoutError
             name, _ = ray.get(where)
+            is_compiling = ray.get(actor.compile.remote(), timeout=_START_SECONDS)
         except BaseException:
             ray.kill(actor)
             raise
         with self._lock:
-            machine.actor, machine.heard = actor, time.monotonic()
+            machine.actor, machine.heard, machine.compiling = actor, time.monotonic(), None
             machine.acknowledged, machine.files = 0, Collected(self._folder, name)
             machine.name, machine.known = name, True
+            self._note_compiling(machine, machine.heard, is_compiling=is_compiling)
         if self._vault_keys:  # one that is found later
             self._open_vault(machine, self._job, self._vault_keys)
             self._say("machine_found", name)
@@ -649,6 +680,7 @@ class RayEngine:
                 self._get_to_know(machine, news)
             machine.heard = now
             machine.pids, machine.state = dict(news.running), news.state
+            self._note_compiling(machine, now, is_compiling=news.compiling)
             for number, exited in news.exits:
                 if number > machine.acknowledged and self._peers.get(exited.peer) is machine:
                     self._end(exited.peer, exited)
@@ -660,6 +692,14 @@ class RayEngine:
         for file in news.files:
             machine.files.write(file, time.time() - news.time)
         return bool(news.files)
+
+    def _note_compiling(self, machine: _Machine, now: float, *, is_compiling: bool) -> None:
+        if is_compiling and machine.compiling is None:
+            machine.compiling = now
+            self._say("machine_compiling", machine.name)
+        elif not is_compiling and machine.compiling is not None:
+            took, machine.compiling = now - machine.compiling, None
+            self._say("machine_compiled", machine.name, after_seconds=round(took, 1))
 
     def _get_to_know(self, machine: _Machine, news: News) -> None:
         """Hear of an agent for the first time that an earlier controller has started. The lock is held."""
@@ -682,7 +722,7 @@ class RayEngine:
         with self._lock:
             if machine.name and not self._closing.is_set():
                 self._say("machine_lost", machine.name)
-            lost = [peer for peer, at in self._peers.items() if at is machine]
+            lost = self._peers_on(machine)
             if machine.actor is not None:
                 ray.kill(machine.actor)  # it may have raised an error, and live
             for peer in lost:
@@ -692,9 +732,9 @@ class RayEngine:
             machine.vault = None
             machine.starting.clear()
 
-    def _say(self, event: str, machine: str) -> None:
+    def _say(self, event: str, machine: str, **figures: Any) -> None:
         with contextlib.suppress(OSError), EventLog(self._folder) as events:
-            events.emit(event, machine=machine)
+            events.emit(event, machine=machine, **figures)
 
 
 def _known(machine: _Machine) -> tuple[int, dict[str, int]]:
@@ -723,12 +763,28 @@ def _nodes_alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
+def _draining_addresses() -> dict[str, float]:
+    """When machines go of which Ray says that they will be taken away, in Unix seconds; 0: at any time."""
+    said: dict[str, int] = ray_state.get_draining_nodes()
+    alive = {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes_alive()} if said else {}
+    return {alive[node]: deadline_ms / 1000 for node, deadline_ms in said.items() if node in alive}
+
+
 def _usable_nodes() -> list[dict[str, Any]]:
-    return [node for node in _nodes_alive() if node["Resources"].get("CPU")]
+    leaving = _draining_addresses()  # Ray places nothing there
+    return [
+        node
+        for node in _nodes_alive()
+        if node["Resources"].get("CPU") and node["NodeManagerAddress"] not in leaving
+    ]
 
 
-def _machines_to_use(placement: Placement, options: Ray, *, again: bool) -> tuple[int, tuple[str, ...]]:
+def _machines_to_use(
+    placement: Placement, options: Ray, inheritance: Inheritance | None, *, again: bool
+) -> tuple[int, tuple[str, ...]]:
     """How many machines to use, and the failure domain of each of them and of the spares."""
+    if inheritance is not None:
+        return inheritance.machines, inheritance.domains
     count, spares = options.machines or len(_usable_nodes()), options.spares
     if again:
         there = len(_usable_nodes())
@@ -790,16 +846,17 @@ def _place(
     if not group.wait(_PLACE_SECONDS):
         remove_placement_group(group)
         have = ", ".join(
-            f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPUs"
+            f"{node['NodeManagerAddress']} ({room_in_words(node['Resources'])}"
             + (f", {label}={node['Labels'][label]}" if label in node["Labels"] else "")
             + ")"
             for node in _nodes_alive()
         )
         where = ", ".join(f"{count} with {label}={value}" for value, count in Counter(domains).items())
+        wanted = room_in_words(bundles[0])
         raise ConfigError(
             f"the Ray cluster has no room for {len(domains)} machines{f' ({where})' if label else ''} with "
-            f"{bundles[0]} free on each: it has {have}; add machines, or lower job.engine.machines, spares, "
-            "server_cpus or worker_cpus"
+            f"{wanted} free on each: it has {have}, some of which others may use; add machines, or lower "
+            "job.engine.machines, spares, server_cpus, worker_cpus, server_memory or worker_memory"
         )
     return group
 
