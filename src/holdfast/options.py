@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -510,10 +511,15 @@ class Local(Struct, frozen=True, kw_only=True):
     bind: str = "ipc"
 
 
+NODE_DOMAIN = "node"
+"""The failure domain that is a machine."""
+_LABEL = re.compile(r"([\w.-]+/)?[\w.-]+")
+
+
 class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid_unknown_fields=True):
     """The engine that runs a ``Job`` on the machines of a Ray cluster: ``pip install 'holdfast[ray]'``.
 
-    Servers are placed such that the loss of any one machine is one that the code covers.
+    Servers are placed such that the loss of any one machine, or failure domain, is one that the code covers.
 
     Args:
         address: of the cluster, as for ``ray.init``: "auto" is the one to which this machine belongs.
@@ -521,6 +527,8 @@ class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid
         spares: further machines that take over when one is lost.
         spread: what to do where the loss of a machine would lose rows although servers have a code: "require"
             raises ConfigError, "prefer" continues.
+        domain: what fails at once: "node", a machine, or the name of a label of Ray's nodes, such as "rack"
+            (``ray start --labels rack=a``). Machines with the same value are one failure domain.
         server_cpus: processors to reserve for each server.
         worker_cpus: processors to reserve for each worker.
         server_memory: bytes of memory to reserve for each server; 0: none. Default: an estimate.
@@ -536,6 +544,7 @@ class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid
     machines: int | None = None
     spares: int = 0
     spread: Literal["require", "prefer"] = "require"
+    domain: str = NODE_DOMAIN
     server_cpus: float = 1.0
     worker_cpus: float = 1.0
     server_memory: int | None = None
@@ -548,6 +557,11 @@ class Ray(Struct, frozen=True, kw_only=True, tag_field="kind", tag="ray", forbid
     def __post_init__(self) -> None:
         if self.spread not in ("require", "prefer"):
             raise ConfigError(f"spread is {self.spread!r}: expected 'require' or 'prefer'")
+        if not _LABEL.fullmatch(self.domain):
+            raise ConfigError(
+                f"domain is {self.domain!r}: expected {NODE_DOMAIN!r}, or the name of a label of Ray's nodes "
+                "such as 'rack' or 'topology.kubernetes.io/zone'"
+            )
         _at_least("machines", self.machines, 1)
         for name in ("spares", "server_cpus", "worker_cpus", "server_memory", "worker_memory"):
             _at_least(name, getattr(self, name), 0)

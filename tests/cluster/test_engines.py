@@ -27,6 +27,8 @@ SMALL = (
         ("job.bind='tcp://10.0.0.1'", r"job\.bind is for one machine"),
         ("job.engine.machines=0", r"machines is 0: expected at least 1"),
         ("job.engine.spread=perhaps", r"job\.engine\.spread"),
+        ("job.engine.domain='my rack'", r"domain is 'my rack': expected 'node', or the name of a label"),
+        ("job.engine.domain=''", r"domain is ''"),
         ("job.engine.machine=3", r"did you mean job\.engine\.machines"),
     ],
 )
@@ -48,6 +50,13 @@ def test_keys_and_arguments_are_the_same(tmp_path: Path) -> None:
     assert made.config.job.engine == config.job.engine
     with pytest.raises(hf.ConfigError, match=r"expected 'local', 'ray'"):
         Job("m:f", "m:g", engine="slurm")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("domain", ["node", "rack", "topology.kubernetes.io/zone"])
+def test_a_failure_domain_is_a_machine_or_a_label(domain: str) -> None:
+    config = load(None, [*SMALL, "job.engine=ray", f"job.engine.domain={domain}"])
+    assert config.job.engine == hf.Ray(domain=domain)
+    assert load(None, [*SMALL, "job.engine=ray"]).job.engine == hf.Ray(domain="node")
 
 
 def test_the_option_keeps_the_keys_of_a_file(tmp_path: Path) -> None:

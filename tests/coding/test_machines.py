@@ -11,14 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.coding.machines import (
-    best_machine,
+    best_spread,
     check_spread,
+    check_spread_in_domains,
+    evenly,
     fewest_machines,
+    in_turn,
     lost_together,
     most_on_one,
-    next_move,
     spread,
+    spread_in_domains,
     survives,
+    voters,
 )
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError
@@ -150,60 +154,148 @@ def test_without_a_code_machines_get_equally_many() -> None:
         fewest_machines(Placement(5))
 
 
-@settings(deadline=None)
-@given(codes(), st.integers(2, 8), st.data())
-def test_a_server_moves_to_where_most_redundancy_is_left(
-    placement: Placement, machines: int, data: st.DataObject
-) -> None:
-    found = spread(placement, machines)
-    if found is None:
-        return
-    lost = data.draw(st.integers(0, machines - 1))
-    usable = [machine for machine in range(machines) if machine != lost]
-    now: list[int | None] = [None if machine == lost else machine for machine in found]
-    for server in [server for server, machine in enumerate(found) if machine == lost]:
-        chosen = best_machine(placement, now, server, usable)
-
-        def excess(machine: int, server: int = server) -> int:
-            there = [machine if slot == server else at for slot, at in enumerate(now)]
-            alone = [at if at is not None else -1 - slot for slot, at in enumerate(there)]
-            return max(0, most_on_one(placement, alone) - placement.r)
-
-        assert excess(chosen) == min(excess(machine) for machine in usable)
-        now[server] = chosen
+@st.composite
+def racks(draw: st.DrawFn, most: int = 6) -> list[int]:
+    """The domain of each machine."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=most))
+    return draw(st.permutations([domain for domain, size in enumerate(sizes) for _ in range(size)]))
 
 
-def test_of_two_that_are_as_safe_the_less_loaded_one() -> None:
-    assert best_machine(Placement(6, 2, 1), [0, 1, 2, None, 1, 2], 3, [0, 3]) == 3
-    assert best_machine(Placement(6, 2, 1), [0, 1, 2, None, 1, 2], 3, [1, 0]) == 0
+def in_racks(machine_of: Sequence[int], domain_of: Sequence[int]) -> list[int]:
+    return [domain_of[machine] for machine in machine_of]
 
 
 @settings(deadline=None)
-@given(codes(), st.integers(2, 8), st.data())
-def test_servers_move_until_the_code_covers_any_machine_again(
-    placement: Placement, machines: int, data: st.DataObject
+@given(codes(), racks())
+def test_no_domain_has_more_records_of_a_stripe_than_the_code_covers(
+    placement: Placement, domain_of: list[int]
 ) -> None:
-    """When a lost machine is back. Each move leaves less uncovered, so there is an end."""
-    found = spread(placement, machines)
+    found = spread_in_domains(placement, domain_of)
+    assert (found is None) == (spread(placement, len(set(domain_of))) is None)
+    if found is None:
+        with pytest.raises(
+            ConfigError, match=r"domains? \(rack\): the loss of a domain would take more than"
+        ):
+            check_spread_in_domains(placement, domain_of, "rack")
+        return
+    assert len(found) == placement.servers
+    assert set(found) <= set(range(len(domain_of)))
+    assert records_lost(placement, in_racks(found, domain_of)) <= placement.r
+    assert survives(placement, found, domain_of)
+    assert survives(placement, found), "a machine is less than its domain"
+    assert check_spread_in_domains(placement, domain_of, "rack") == found
+
+
+@settings(deadline=None)
+@given(codes(), racks())
+def test_no_server_could_go_to_a_machine_with_two_servers_less(
+    placement: Placement, domain_of: list[int]
+) -> None:
+    found = spread_in_domains(placement, domain_of)
     if found is None:
         return
-    lost = data.draw(st.integers(0, machines - 1))
-    others = [machine for machine in range(machines) if machine != lost]
-    at = list(found)
-    for server in [server for server, machine in enumerate(found) if machine == lost]:
-        at[server] = best_machine(placement, at, server, others)
-    moves = 0
-    while (move := next_move(placement, at, found, range(machines))) is not None:
-        server, machine = move
-        at[server] = machine
-        moves += 1
-    assert moves <= found.count(lost)
-    assert survives(placement, at)
+    loads = [found.count(machine) for machine in range(len(domain_of))]
+    for domain in set(domain_of):
+        inside = [load for load, at in zip(loads, domain_of, strict=True) if at == domain]
+        assert max(inside) - min(inside) <= 1
+    for server, machine in itertools.product(range(placement.servers), range(len(domain_of))):
+        if loads[found[server]] == max(loads) and loads[machine] < max(loads) - 1:
+            moved = [machine if s == server else at for s, at in enumerate(found)]
+            assert records_lost(placement, in_racks(moved, domain_of)) > placement.r
 
 
-def test_moves_help() -> None:
-    three, four = Placement(3, 2, 1), Placement(4, 2, 1)
-    assert next_move(three, [0, 1, 2], [0, 1, 2], [0, 1, 2, 3]) is None, "nothing is wrong"
-    assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2]) is None, "no machine is left for it"
-    assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 3]) == (3, 3)
-    assert next_move(four, [0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 4]) == (2, 4), "a spare machine"
+@settings(deadline=None)
+@given(codes(), st.integers(1, 8))
+def test_machines_that_are_their_own_domains_are_machines(placement: Placement, machines: int) -> None:
+    alone = list(range(machines))
+    found = spread(placement, machines)
+    in_domains = spread_in_domains(placement, alone)
+    assert (found is None) == (in_domains is None)
+    if found is not None:
+        assert survives(placement, found, alone) == survives(placement, found)
+        loads = [found.count(machine) for machine in alone]
+        if max(loads) - min(loads) <= 1:
+            assert in_domains == found
+
+
+@settings(deadline=None)
+@given(codes(), racks())
+def test_the_best_there_is(placement: Placement, domain_of: list[int]) -> None:
+    found = best_spread(placement, domain_of)
+    assert len(found) == placement.servers
+    assert set(found) <= set(range(len(domain_of)))
+    if spread_in_domains(placement, domain_of) is not None:
+        assert survives(placement, found, domain_of)
+    if spread(placement, len(domain_of)) is not None:
+        assert survives(placement, found)
+
+
+def test_what_is_best_in_two_racks() -> None:
+    domain_of = [0, 0, 0, 1, 1, 1]
+    found = best_spread(Placement(6, 4, 2), domain_of)
+    assert sorted(found) == list(range(6)), "a rack takes three of six, but a machine only one"
+    assert best_spread(Placement(4), domain_of) == (0, 3, 1, 4)
+    assert best_spread(Placement(6, 4, 2), [0]) == (0,) * 6
+
+
+def test_neighbours_are_in_different_domains() -> None:
+    assert in_turn([0, 0, 0, 1, 2, 2]) == (0, 3, 4, 1, 5, 2)
+    assert in_turn([5, 5]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("placement", "domain_of", "cure"),
+    [
+        (
+            Placement(4, 2, 1),
+            [0, 0, 1, 1, 2],
+            r"4 servers with a code of 2 \+ 1 on 5 machines in 3 domains \(zone\): the loss of a domain "
+            r"would take more than 1 of the 3 records of some stripes; use 4 domains or 6 servers, or a code",
+        ),
+        (Placement(5, 4, 1), [0, 0, 0, 0, 0], r"5 machines in 1 domain \(zone\).*use 5 domains, or a code"),
+    ],
+)
+def test_the_remedy_in_domains(placement: Placement, domain_of: list[int], cure: str) -> None:
+    assert spread(placement, len(domain_of)) is not None, "on machines without domains it would do"
+    with pytest.raises(ConfigError, match=cure):
+        check_spread_in_domains(placement, domain_of, "zone")
+
+
+@settings(deadline=None)
+@given(racks())
+def test_a_majority_of_voters_is_left_after_the_loss_of_any_domain(domain_of: list[int]) -> None:
+    chosen = voters(domain_of)
+    assert list(chosen) == sorted(set(chosen))
+    of_domain = [sum(domain_of[machine] == domain for machine in chosen) for domain in set(domain_of)]
+    if len(of_domain) < 3:
+        assert chosen == tuple(range(len(domain_of)))
+        return
+    assert 2 * (len(chosen) - max(of_domain)) > len(chosen)
+    left_out = [machine for machine in range(len(domain_of)) if machine not in chosen]
+    for machine in left_out:  # one more would be too many of its domain
+        more = [domain_of[m] for m in (*chosen, machine)]
+        assert 2 * (len(more) - more.count(domain_of[machine])) <= len(more) or more.count(
+            domain_of[machine]
+        ) > max(of_domain)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text("abc", min_size=1), st.integers(1, 5), min_size=1), st.integers(1, 12))
+def test_machines_come_from_all_domains_in_turn(sizes: dict[str, int], machines: int) -> None:
+    chosen = evenly(sizes, machines)
+    assert len(chosen) == machines
+    assert set(chosen) <= set(sizes)
+    if machines <= sum(sizes.values()):
+        counts = {domain: chosen.count(domain) for domain in sizes}
+        assert all(counts[domain] <= size for domain, size in sizes.items())
+        for one, other in itertools.permutations(sizes, 2):
+            assert counts[one] <= counts[other] + 1 or counts[other] == sizes[other]
+    assert evenly(sizes, machines + 1)[:machines] == chosen, "spares come last"
+
+
+def test_the_largest_domains_come_first() -> None:
+    assert evenly({"a": 1, "b": 3, "c": 3}, 3) == ["b", "c", "a"]
+    assert evenly({"a": 1, "b": 3, "c": 3}, 2) == ["b", "c"]
+    assert evenly({"a": 1, "b": 2}, 5) == ["b", "a", "b", "b", "a"], (
+        "more than there are: Ray is to find them"
+    )

@@ -26,6 +26,24 @@ def test_a_plan_ends_in_a_recommendation_and_a_configuration(tmp_path: Path) -> 
     assert checkpoint.quantize == 4
 
 
+def test_a_plan_for_machines(tmp_path: Path) -> None:
+    arguments = (
+        "plan", "--size", "220GB", "--servers", "6", "--machines", "3", "--mtbf", "20h", "--machine-mtbf",
+        "90d", "-k", "4", "-r", "2", "--among", "ecrm",
+    )  # fmt: skip
+    done = holdfast(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "of these, 0.1 are of machines: there are 3, and each fails every 90 d" in done.stdout
+    assert "The loss of a machine, with each code's servers on 3 machines:" in done.stdout
+    assert "On 3, with 2 servers each, the loss of a machine takes 2 servers" in done.stdout
+    (found,) = json.loads(holdfast(*arguments, "--json", cwd=tmp_path).stdout)["ranked"]
+    assert found["machines"]["needed"] == 3
+    assert found["machines"]["at_once"] == 1
+    refused = holdfast(*arguments[:-6], "-k", "4", "-r", "1", "--among", "ecrm", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "use 6 machines" in " ".join(refused.stderr.split())
+
+
 def test_a_plan_as_json_from_a_failure_log(tmp_path: Path) -> None:
     (tmp_path / "failures.csv").write_text("hours,failed\n" + "5,1\n20,1\n1,1\n7,1\n30,0\n2,1\n0.5,1\n")
     done = holdfast(

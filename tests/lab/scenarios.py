@@ -39,6 +39,8 @@ ENDLESS = "max_steps=1000000", "data.samples=256000000"
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ray_own_model"
 BEFORE = 100
 """Steps before anything happens."""
+RACKS = {2: "rack=a", 3: "rack=a", 4: "rack=b", 5: "rack=b", 6: "rack=c", 7: "rack=c"}
+"""Labels of hosts, where racks are lost."""
 SCENARIOS: dict[str, Callable[[RayCluster], None]] = {}
 
 
@@ -63,6 +65,13 @@ def check_complete(job: RayJob, *, stopped: bool = False) -> dict[str, Any]:
     assert result["parities_checked"] > 0
     assert result["parities_wrong"] == 0
     return result
+
+
+def refusal(cluster: RayCluster, *settings: str) -> str:
+    """What a user reads whose job is refused."""
+    job = RayJob.start(cluster, [*SETTINGS, *settings], name=f"refused-{len(settings)}")
+    assert job.process.wait(120) == 1
+    return " ".join(job.log.read_text().split())
 
 
 def processes_on(host: Host) -> list[str]:
@@ -297,6 +306,40 @@ def user_killed(cluster: RayCluster) -> None:
 
 
 @scenario
+def rack_lost(cluster: RayCluster) -> None:
+    """Both machines of a rack lose power at once, with the supervisor and the servers on them."""
+    said = refusal(cluster, "job.engine.domain=zone")
+    assert "6 of 6 machines of the Ray cluster have no label 'zone'" in said, said
+    assert "ray start --labels zone=VALUE" in said, said
+    said = refusal(cluster, "job.engine.domain=rack", "job.servers=4")
+    assert "4 servers with a code of 2 + 1 on 6 machines in 3 domains (rack)" in said, said
+    assert "use 4 domains or 6 servers" in said, said
+
+    job = begin(cluster, *ENDLESS, "job.servers=6", "job.engine.domain=rack")
+    rack_of = {cluster.lab[number].address: label for number, label in RACKS.items()}
+    at = [job.machine_of("server", slot) for slot in range(6)]
+    assert len(set(at)) == 6, "each machine has a server"
+    assert all(len({rack_of[at[(slot + i) % 6]] for i in range(3)}) == 3 for slot in range(6)), (
+        "the records of a stripe, on three servers that follow each other, are in three racks"
+    )
+    lost = rack_of[job.machine_of("supervisor", 0)]
+    for host in cluster.machines:
+        if rack_of[host.address] == lost:
+            host.power_off()
+    job.wait(lambda: len(job.events("server_recovered")) == 2 and job.events("redundancy_restored"))
+    assert lost not in {rack_of[address] for address in job.machines()}
+    assert job.events("spread_lost")
+    go_on(job)
+    for host in cluster.machines:
+        if rack_of[host.address] == lost:
+            cluster.switch_on(host)
+    job.wait(lambda: job.events("spread_restored"))
+    at = [job.machine_of("server", slot) for slot in range(6)]
+    assert all(len({rack_of[at[(slot + i) % 6]] for i in range(3)}) == 3 for slot in range(6))
+    stop(cluster, job)
+
+
+@scenario
 def controller_lost(cluster: RayCluster) -> None:
     """The machine with the user's process, the controller and a server loses power. A machine that is left
     starts another controller, the job goes on, and whoever attaches finds the whole log."""
@@ -369,7 +412,9 @@ WITH_REDIS = ("head_lost", "head_lost_with_controller")
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     signal.alarm(800)
-    with Lab(HOSTS) as lab, RayCluster(lab, folder, redis=name in WITH_REDIS) as cluster:
+    labels = RACKS if name == rack_lost.__name__ else {}
+    hosts = max(labels, default=HOSTS)
+    with Lab(hosts) as lab, RayCluster(lab, folder, redis=name in WITH_REDIS, labels=labels) as cluster:
         SCENARIOS[name](cluster)
 
 

@@ -178,6 +178,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "cluster/protocol/tenure.py": ("cluster/protocol/test_tenure.py",),
     "cluster/protocol/vault.py": ("cluster/protocol/test_tenure.py",),
     "coding/machines.py": ("coding/test_machines.py",),
+    "coding/moves.py": ("coding/test_moves.py",),
     "cluster/server/": ("cluster/server/", *_SIMULATED, "cluster/protocol/test_hostile_messages.py"),
     "cluster/server/deferred.py": ("cluster/server/test_deferred.py", *_QUICK_JOBS),
     "cluster/server/durability.py": ("cluster/server/test_durability.py", *_QUICK_JOBS),

@@ -191,12 +191,12 @@ def test_the_configuration_has_the_keys_of_a_job() -> None:
     }
     assert settings["none"]["job"] == {"servers": 10, "workers": 30, "protection": {"kind": "none"}}
     assert settings["ecrm"]["job"]["protection"] == {
-        "kind": "erasure-code", "k": 4, "r": 1, "atomic": False, "dense": "workers",
+        "kind": "erasure-code", "k": 4, "r": 1, "atomic": False, "dense": "workers", "rings": True,
     }  # fmt: skip
     assert settings["ecrec"]["job"]["protection"] == {
-        "kind": "erasure-code", "k": 4, "r": 1, "atomic": True, "dense": "replicate",
+        "kind": "erasure-code", "k": 4, "r": 1, "atomic": True, "dense": "replicate", "rings": True,
     }  # fmt: skip
-    assert settings["replication"]["job"]["protection"] == {"kind": "replication", "copies": 2}
+    assert settings["replication"]["job"]["protection"] == {"kind": "replication", "copies": 2, "rings": True}
     assert settings["partial"]["job"]["protection"] == {
         "kind": "partial",
         "target_pls": 0.05,

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast.cluster.make_plan import plan_job
+from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.options import Chunked
+from holdfast.policy.mechanisms import Parities
 from holdfast.policy.planner import plan
 from holdfast.policy.protections import KINDS
 from holdfast.policy.situation import Costs
@@ -72,6 +74,49 @@ def test_a_configuration_says_how_large_its_model_is(tmp_path: Path) -> None:
     assert (situation.servers, situation.workers) == (3, 2)
     assert situation.table_bytes == size.table_bytes
     assert read_question(Given(config=path, mtbf="20h", servers=9, size="1GB")).situation.servers == 9
+
+
+def test_machines_come_from_the_configuration_or_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(SMALL.replace("workers: 2}", "workers: 2, engine: {kind: ray, machines: 4}}"))
+    assert read_question(Given(config=path, mtbf="20h")).situation.machines == 4
+    assert read_question(Given(config=path, mtbf="20h", machines=3)).situation.machines == 3
+    path.write_text(SMALL)
+    assert read_question(Given(config=path, mtbf="20h")).situation.machines is None
+
+
+def test_failures_of_machines_and_of_processes_are_told_apart() -> None:
+    given = Given(size="220GB", servers=6, machines=3, mtbf="100h", machine_mtbf="300h")
+    question = read_question(given)
+    situation = question.situation
+    assert (situation.machines, situation.machine_mtbf_hours) == (3, 300)
+    assert situation.mtbf_hours == pytest.approx(50)
+    assert situation.servers_per_failure == pytest.approx(1.5)
+    assert situation.process_failures_per_hour == pytest.approx(0.01)
+    assert not any("machines" in words or "--mtbf" in words for words in question.assumed)
+
+    alone = read_question(Given(size="220GB", servers=6, machine_mtbf="300h"))
+    assert alone.situation.machines == 6
+    assert alone.situation.mtbf_hours == pytest.approx(50)
+    assert alone.situation.process_failures_per_hour == pytest.approx(0, abs=1e-12)
+    assert "a machine for each server (--machines)" in alone.assumed
+    assert "servers fail only with their machine (--mtbf)" in alone.assumed
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, r"give --mtbf, such as 20h, --machine-mtbf or --failure-log FILE"),
+        ({"machine_mtbf": "90d", "servers_per_failure": 2}, r"both say how many servers fail together"),
+        ({"machine_mtbf": "90d", "machines": 0}, r"the number of machines is 0: expected above 0"),
+        ({"machine_mtbf": "90d", "mtbf": "0h"}, r"the mean time between failures in hours is 0"),
+        ({"machine_mtbf": "-1d"}, r"failures of a machine in hours is -24: expected above 0"),
+        ({"machine_mtbf": "soon"}, r"--machine-mtbf is 'soon': expected a time"),
+    ],
+)
+def test_failures_that_cannot_be(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_question(Given(size="220GB", servers=6, **given))
 
 
 def test_failures_come_from_a_log(tmp_path: Path) -> None:
@@ -179,3 +224,19 @@ def test_every_cost_and_every_protection_is_documented() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     for name in (*(one.name for one in fields(Costs)), *KINDS):
         assert f"`{name}`" in guide
+
+
+@pytest.mark.parametrize(("servers", "rings"), [(11, 1), (12, 2), (19, 3)])
+@pytest.mark.parametrize("kind", ["ecrm", "ecrec", "replication"])
+def test_a_job_places_servers_as_its_plan_does(tmp_path: Path, kind: str, servers: int, rings: int) -> None:
+    question = read_question(Given(size="220GB", servers=servers, mtbf="20h", k=4, r=2))
+    found = plan(question.situation, question.wishes, [kind])
+    mechanism = found.best.mechanism
+    assert isinstance(mechanism, Parities)
+    config = load(None)
+    out = tmp_path / "planned.yaml"
+    write_configuration(found, config, out, None, force=False)
+    placement = plan_job(load(out)).placement
+    assert placement == Placement.grouped(servers, mechanism.code.k, mechanism.code.r)
+    if kind != "replication":
+        assert placement.groups == rings

@@ -96,7 +96,7 @@ def plan(
             typer.echo(f"wrote {out}: holdfast train {out}")
 
 
-@_with_given(without=("servers_per_failure", "measure"))
+@_with_given(without=("servers_per_failure", "measure", "machines", "machine_mtbf"))
 def simulate(
     given: Given,
     among: Among = None,

@@ -2,13 +2,22 @@
 
 A code of ``k + r`` survives the loss of ``r`` records of a stripe. A stripe lies on ``k + r`` servers that
 follow each other in a ring, and every such *window* of a ring has a stripe. So a machine may be lost if it
-runs at most ``r`` servers of any window. A *machine* is here whatever fails at once: a host, or a rack.
+runs at most ``r`` servers of any window.
+
+A *failure domain* is a set of machines that fail at once, such as those of a rack. It may be lost under the
+same condition. ``domain_of`` is the domain of each machine; without it, each machine is a domain of its own.
+Servers are first spread over domains, as if these were machines, and then over the machines of each domain.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, cycle, islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError
@@ -21,11 +30,13 @@ _FURTHER_SERVERS = 4
 
 def most_on_one(placement: Placement, machine_of: Sequence[int]) -> int:
     """The most records of one stripe on one machine. ``machine_of`` is the machine of each server."""
-    return max(count for window in _windows(placement, machine_of) for count in Counter(window).values())
+    return max(count for window in windows(placement, machine_of) for count in Counter(window).values())
 
 
-def survives(placement: Placement, machine_of: Sequence[int]) -> bool:
-    """Whether the code covers the loss of any one machine."""
+def survives(placement: Placement, machine_of: Sequence[int], domain_of: Sequence[int] | None = None) -> bool:
+    """Whether the code covers the loss of any one domain."""
+    if domain_of is not None:
+        machine_of = [domain_of[machine] for machine in machine_of]
     return most_on_one(placement, machine_of) <= placement.r
 
 
@@ -34,7 +45,7 @@ def lost_together(placement: Placement, servers: Sequence[int]) -> tuple[int, ..
     slots: tuple[int, ...] = ()
     for server in servers:
         gone = [None if slot in (*slots, server) else slot for slot in range(placement.servers)]
-        if max(window.count(None) for window in _windows(placement, gone)) <= placement.r:
+        if max(window.count(None) for window in windows(placement, gone)) <= placement.r:
             slots += (server,)
     return slots
 
@@ -44,93 +55,154 @@ def spread(placement: Placement, machines: int) -> tuple[int, ...] | None:
 
     Machines get equally many servers where that is possible. Without a code, they only get equally many.
     """
-    load = [0] * machines
+    load = np.zeros(machines, np.int64)
     found = [0] * placement.servers
-    for ring in {placement.ring(server) for server in range(placement.groups)}:
+    for first in range(placement.groups):
+        ring = placement.ring(first)
         arranged = _arrange(len(ring), placement.k + placement.r, placement.r, machines)
         if arranged is None:
             return None
-        shift = min(range(machines), key=lambda shift: _most_loaded(load, arranged, shift))
+        shift = _least_loading_shift(load, arranged)
         for server, machine in zip(ring, arranged, strict=True):
             found[server] = (machine + shift) % machines
             load[found[server]] += 1
     return tuple(found)
 
 
+def spread_in_domains(placement: Placement, domain_of: Sequence[int]) -> tuple[int, ...] | None:
+    """The machine of each server, such that the code covers the loss of any domain; None: there is none.
+
+    Machines get equally many servers where that is possible. Of a domain's servers, those that share stripes
+    are on different machines where that is possible.
+    """
+    domains = sorted(set(domain_of))
+    found = spread(placement, len(domains))
+    if found is None:
+        return None
+    return _levelled(placement, _within(placement, [domains[at] for at in found], domain_of), domain_of)
+
+
+def best_spread(placement: Placement, domain_of: Sequence[int]) -> tuple[int, ...]:
+    """As ``spread_in_domains``. If there is none, such that the code covers at least the loss of any machine;
+    if there is none either, over all machines in turn."""
+    in_domains = spread_in_domains(placement, domain_of) if placement.r else None
+    if in_domains is not None:
+        return in_domains
+    places = in_turn(domain_of)
+    found = spread(placement, len(places))
+    if found is None:
+        found = tuple(s // placement.groups % len(places) for s in range(placement.servers))
+    return tuple(places[at] for at in found)
+
+
+def evenly(sizes: Mapping[str, int], machines: int) -> list[str]:
+    """The domain of each of so many machines: one of each domain in turn, those with most machines first, as
+    far as they have so many; beyond that, as if all had more."""
+    ordered = sorted(sizes, key=lambda domain: (-sizes[domain], domain))
+    rounds = [[domain for domain in ordered if sizes[domain] > i] for i in range(max(sizes.values()))]
+    return list(islice(chain(chain.from_iterable(rounds), cycle(ordered)), machines))
+
+
+def in_turn(domain_of: Sequence[int]) -> tuple[int, ...]:
+    """All machines, such that neighbours are in different domains as long as there are several left."""
+    ordinal: Counter[int] = Counter()
+    turns = []
+    for machine, domain in enumerate(domain_of):
+        turns.append((ordinal[domain], domain, machine))
+        ordinal[domain] += 1
+    return tuple(machine for _, _, machine in sorted(turns))
+
+
+def voters(domain_of: Sequence[int]) -> tuple[int, ...]:
+    """As many machines as possible such that a majority of them is left after the loss of any domain; all
+    machines if no choice is such, as with two domains."""
+    size = Counter(domain_of)
+    for most in range(max(size.values()), 0, -1):
+        if 2 * most < sum(min(count, most) for count in size.values()):
+            break
+    else:
+        return tuple(range(len(domain_of)))
+    chosen: Counter[int] = Counter()
+    found = []
+    for machine, domain in enumerate(domain_of):
+        if chosen[domain] < most:
+            chosen[domain] += 1
+            found.append(machine)
+    return tuple(found)
+
+
 def fewest_machines(placement: Placement) -> int:
-    """The fewest machines of which any one may be lost."""
+    """The fewest machines, or domains, of which any one may be lost."""
     if not placement.r:
         raise ConfigError("without parities, the loss of any machine loses rows: choose a protection")
-    return next(m for m in range(1, placement.servers + 1) if spread(placement, m) is not None)
+    return next(m for m in range(1, placement.servers + 1) if _fits_on(placement, m))
 
 
 def check_spread(placement: Placement, machines: int) -> tuple[int, ...]:
     """As ``spread``. Raises ConfigError with the remedy if the code would not cover the loss of a machine."""
     found = spread(placement, machines)
-    if found is not None:
-        return found
+    if found is None:
+        raise _refusal(placement, machines, f"on {machines} machine{'s' * (machines != 1)}", "machine")
+    return found
+
+
+def check_spread_in_domains(placement: Placement, domain_of: Sequence[int], kind: str) -> tuple[int, ...]:
+    """As ``spread_in_domains``. Raises ConfigError with the remedy if the code would not cover the loss of a
+    domain. ``kind`` says what a domain is, such as "rack"."""
+    found = spread_in_domains(placement, domain_of)
+    if found is None:
+        machines, domains = len(domain_of), len(set(domain_of))
+        where = f"on {machines} machine{'s' * (machines != 1)} in {domains} domain{'s' * (domains != 1)} "
+        raise _refusal(placement, domains, f"{where}({kind})", "domain")
+    return found
+
+
+def _refusal(placement: Placement, places: int, where: str, place: str) -> ConfigError:
     n, k, r = placement.servers, placement.k, placement.r
-    cures = [f"{fewest_machines(placement)} machines"]
+    cures = [f"{fewest_machines(placement)} {place}s"]
     more = range(n + 1, _FURTHER_SERVERS * n + 1)
-    enough = next((m for m in more if spread(_with_servers(placement, m), machines) is not None), None)
+    enough = next((m for m in more if _fits_on(_with_servers(placement, m), places)), None)
     if enough is not None:
         cures.append(f"{enough} servers")
-    raise ConfigError(
-        f"{n} servers with a code of {k} + {r} on {machines} machine{'s' * (machines != 1)}: the loss of a "
-        f"machine would take more than {r} of the {k + r} records of some stripes; use {' or '.join(cures)}, "
-        "or a code with more parities"
+    return ConfigError(
+        f"{n} servers with a code of {k} + {r} {where}: the loss of a {place} would take more than {r} of "
+        f"the {k + r} records of some stripes; use {' or '.join(cures)}, or a code with more parities"
     )
 
 
-def best_machine(
-    placement: Placement, machine_of: Sequence[int | None], server: int, usable: Sequence[int]
-) -> int:
-    """The machine to run a server on, of those that are usable, given where all others are.
-
-    The one that keeps most redundancy if a machine is lost; of those, the one with the fewest servers. None
-    is the machine of a server that does not run.
-    """
-
-    def cost(machine: int) -> tuple[int, int, int]:
-        there = [machine if slot == server else at for slot, at in enumerate(machine_of)]
-        windows = _windows(placement, there)
-        # Only windows with this server can become worse.
-        counts = [window.count(machine) for window in windows]
-        return max(0, max(counts) - placement.r), there.count(machine), usable.index(machine)
-
-    return min(usable, key=cost)
+def _within(placement: Placement, domains: Sequence[int], domain_of: Sequence[int]) -> tuple[int, ...]:
+    """The machine of each server, given its domain: the machines of the domain in turn, along each ring."""
+    turns = {
+        domain: cycle([machine for machine, at in enumerate(domain_of) if at == domain])
+        for domain in set(domain_of)
+    }
+    along = sorted(range(placement.servers), key=lambda s: (s % placement.groups, s))
+    found = {server: next(turns[domains[server]]) for server in along}
+    return tuple(found[server] for server in range(placement.servers))
 
 
-def next_move(
-    placement: Placement, machine_of: Sequence[int], home: Sequence[int], usable: Sequence[int]
-) -> tuple[int, int] | None:
-    """A server to start anew, and on which machine, such that the code covers the loss of more machines; None
-    if it covers that of any, or no move helps.
+def _levelled(placement: Placement, machine_of: Sequence[int], domain_of: Sequence[int]) -> tuple[int, ...]:
+    """Servers go from machines with most servers to others, as long as the code covers the loss of any
+    domain: domains have different numbers of machines."""
+    at = list(machine_of)
 
-    Where servers are not at home, they go there, one after the other, if their home is usable: a few moves
-    may help only together, and when all are at home, the code covers everything.
-    """
-    now = _uncovered(placement, machine_of)
-    if not now:
-        return None
+    def is_covered(server: int, machine: int) -> bool:
+        before, at[server] = at[server], machine
+        there = windows(placement, at, server)
+        domains = (Counter(domain_of[m] for m in window if m is not None) for window in there)
+        covered = all(count[domain_of[machine]] <= placement.r for count in domains)
+        at[server] = before
+        return covered
 
-    def left(move: tuple[int, int]) -> int:
-        server, machine = move
-        return _uncovered(placement, [machine if s == server else at for s, at in enumerate(machine_of)])
-
-    servers = range(placement.servers)
-    back = [(s, home[s]) for s in servers if machine_of[s] != home[s] and home[s] in usable]
-    if back:
-        return min(back, key=left)
-    best = min(((s, machine) for s in servers for machine in usable), key=left)
-    return best if left(best) < now else None
-
-
-def _uncovered(placement: Placement, machine_of: Sequence[int]) -> int:
-    """Records that the loss of one machine would take beyond what the code covers: over all windows, and all
-    machines."""
-    counts = (count for window in _windows(placement, machine_of) for count in Counter(window).values())
-    return sum(max(0, count - placement.r) for count in counts)
+    while True:
+        load = Counter(at)
+        full = max(load.values())
+        emptier = sorted((m for m in range(len(domain_of)) if load[m] < full - 1), key=load.__getitem__)
+        moves = ((s, m) for m in emptier for s, there in enumerate(at) if load[there] == full)
+        move = next((move for move in moves if is_covered(*move)), None)
+        if move is None:
+            return tuple(at)
+        at[move[0]] = move[1]
 
 
 def _with_servers(placement: Placement, servers: int) -> Placement:
@@ -139,21 +211,40 @@ def _with_servers(placement: Placement, servers: int) -> Placement:
     return Placement.grouped(servers, placement.k, placement.r)
 
 
-def _windows(placement: Placement, machine_of: Sequence[int | None]) -> Iterator[list[int | None]]:
+def windows(
+    placement: Placement, machine_of: Sequence[int | None], server: int | None = None
+) -> Iterator[list[int | None]]:
+    """The machines of each window; with a server, of those that it is in."""
     width = placement.k + placement.r
-    for first in range(placement.groups):
+    for first in range(placement.groups) if server is None else (server % placement.groups,):
         ring = placement.ring(first)
-        for start in range(len(ring)):
+        starts = (
+            range(len(ring))
+            if server is None
+            else range(server // placement.groups - width + 1, server // placement.groups + 1)
+        )
+        for start in starts:
             yield [machine_of[ring[(start + i) % len(ring)]] for i in range(min(width, len(ring)))]
 
 
-def _most_loaded(load: Sequence[int], arranged: Sequence[int], shift: int) -> tuple[int, int]:
-    after = list(load)
-    for machine in arranged:
-        after[(machine + shift) % len(load)] += 1
-    return max(after), shift
+def _fits_on(placement: Placement, machines: int) -> bool:
+    """Whether there is a spread over so many machines."""
+    rings = {len(placement.ring(first)) for first in range(placement.groups)}
+    width = placement.k + placement.r
+    return all(_arrange(count, width, placement.r, machines) is not None for count in rings)
 
 
+def _least_loading_shift(load: NDArray[np.int64], arranged: Sequence[int]) -> int:
+    """By how much to rotate the machines of a ring, so that the most loaded machine has fewest servers."""
+    machines = len(load)
+    added = np.bincount(arranged, minlength=machines)
+    used = np.flatnonzero(added)
+    at = (used + np.arange(machines)[:, None]) % machines
+    most = np.maximum((load[at] + added[used]).max(axis=1), load.max())
+    return int(np.lexsort(((load[at] * added[used]).sum(axis=1), most))[0])
+
+
+@lru_cache(maxsize=4096)
 def _arrange(count: int, width: int, r: int, machines: int) -> tuple[int, ...] | None:
     """The machines of a ring's servers; None if there is no way."""
     modulo = tuple(i % machines for i in range(count))
@@ -182,10 +273,16 @@ def _formulas(count: int, width: int, r: int, machines: int) -> Iterator[tuple[i
 
 def _fits(arranged: Sequence[int], width: int, r: int) -> bool:
     count = len(arranged)
-    return all(
-        max(Counter(arranged[(start + i) % count] for i in range(width)).values()) <= r
-        for start in range(count)
-    )
+    inside = Counter(arranged[: width - 1])
+    if max(inside.values(), default=0) > r:
+        return False
+    for last in range(width - 1, width - 1 + count):
+        machine = arranged[last % count]
+        inside[machine] += 1
+        if inside[machine] > r:
+            return False
+        inside[arranged[last - width + 1]] -= 1
+    return True
 
 
 def _imbalance(arranged: Sequence[int], machines: int) -> int:

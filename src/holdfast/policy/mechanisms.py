@@ -135,6 +135,7 @@ class Parities:
         rebuild_hours: until what was lost is back, and the next failure is borne again.
         rebuild_drop: how much slower training is meanwhile.
         behind: what happens when more is lost than the code bears.
+        uncovered_per_hour: how often that is; None: as often as independent failures of servers make it.
     """
 
     code: CodeModel
@@ -142,9 +143,12 @@ class Parities:
     rebuild_hours: float
     rebuild_drop: float
     behind: Rollback
+    uncovered_per_hour: float | None = None
 
     def losses_per_hour(self, mtbf_hours: float, servers_per_failure: float = 1.0) -> float:
         """Rate of failures that the code does not cover."""
+        if self.uncovered_per_hour is not None:
+            return min(1 / mtbf_hours, self.uncovered_per_hour)
         code = self.code
         at_once = sets_of_a_failure(servers_per_failure, code.r + 1) * code.fatal_share / mtbf_hours
         each = servers_per_failure / (mtbf_hours * code.servers)
@@ -154,6 +158,7 @@ class Parities:
         """Pauses and slower training at failures, and the checkpoints behind it."""
         slower = self.rebuild_hours * self.rebuild_drop
         losses = self.losses_per_hour(mtbf_hours, servers_per_failure)
+        rarely = 1 / losses if losses else math.inf
         return (
             Term(
                 "failures",
@@ -165,7 +170,7 @@ class Parities:
             Term(
                 "more failures than the code bears",
                 losses * self.behind.cost_hours,
-                f"{show_hours(self.behind.cost_hours)} each, every {show_hours(1 / losses)}",
+                f"{show_hours(self.behind.cost_hours)} each, every {show_hours(rarely)}",
             ),
         )
 

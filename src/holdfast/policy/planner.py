@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.policy.machines import on_machines
+from holdfast.policy.mechanisms import Parities
 from holdfast.policy.protections import KINDS, Estimate, Wishes, estimates
 from holdfast.policy.situation import Situation
 
@@ -35,12 +37,22 @@ def plan(situation: Situation, wishes: Wishes | None = None, among: Collection[s
     unknown = sorted(set(among) - set(KINDS))
     if unknown:
         raise ConfigError(f"there is no protection {unknown[0]!r}: there are {', '.join(KINDS)}")
-    found = [one for one in estimates(situation, wishes) if not among or one.kind in among]
+    found = [
+        _with_machines(situation, one)
+        for one in estimates(situation, wishes)
+        if not among or one.kind in among
+    ]
     if not found:
         raise ConfigError(
             f"{', '.join(among)} need more than {situation.servers} servers: use more, or another protection"
         )
     return Plan(situation, tuple(sorted(found, key=_rank)))
+
+
+def _with_machines(situation: Situation, estimate: Estimate) -> Estimate:
+    if not isinstance(estimate.mechanism, Parities):
+        return estimate
+    return replace(estimate, machines=on_machines(situation, estimate.mechanism.code))
 
 
 def _rank(estimate: Estimate) -> tuple[bool, float, float]:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from holdfast.policy.lifetimes import Fit
+from holdfast.policy.machines import OnMachines
 from holdfast.policy.planner import Plan
 from holdfast.policy.protections import KINDS, Estimate
 from holdfast.policy.units import show_bytes, show_hours, show_percent
@@ -35,12 +36,19 @@ def show_plan(plan: Plan, console: Console, *, explain: bool) -> None:
         f"{show_hours(situation.mtbf_hours)}: {situation.failures:.3g} are expected",
         soft_wrap=True,
     )
-    look = {"box": None, "header_style": "bold", "pad_edge": False}
-    table = Columns(tuple(_COLUMNS), words=("protection",), spare=_SPARE, **look)
+    if situation.machine_mtbf_hours is not None:
+        of_machines = situation.failures - situation.hours * situation.process_failures_per_hour
+        console.print(
+            f"of these, {of_machines:.3g} are of machines: there are {situation.machines}, and each fails "
+            f"every {show_hours(situation.machine_mtbf_hours)}",
+            soft_wrap=True,
+        )
+    table = Columns(tuple(_COLUMNS), words=("protection",), spare=_SPARE, **_LOOK)
     for one in plan.ranked:
         cells = (cell(one) for cell in _COLUMNS.values())
         table.add_row(*cells, style=None if one.objection is None else "dim")
     console.print(table)
+    show_machines(plan, console)
     for one in plan.ranked:
         if one.objection is not None:
             console.print(f"not {escape(one.name)}: {escape(one.objection)}", soft_wrap=True)
@@ -53,6 +61,11 @@ def show_plan(plan: Plan, console: Console, *, explain: bool) -> None:
         f"{show_percent(best.overhead)} to the training time.",
         soft_wrap=True,
     )
+    if best.machines is not None and best.machines.objection is None:
+        console.print(_machines_in_words(best.machines), soft_wrap=True)
+
+
+_LOOK: Mapping[str, Any] = {"box": None, "header_style": "bold", "pad_edge": False}
 
 
 def _rate(size: float) -> str:
@@ -72,6 +85,62 @@ _COLUMNS: Mapping[str, Callable[[Estimate], str]] = {
     "loss": lambda one: show_percent(one.loss_chance) if one.loss_chance else "–",
 }
 _SPARE = ("to servers", "to store", "stored", "redone", "memory", "loss", "AUC lost")
+
+
+def show_machines(plan: Plan, console: Console) -> None:
+    """Print what codes need of machines, and what the loss of one costs."""
+    rows = {
+        one.name.removesuffix(", atomic"): one.machines for one in plan.ranked if one.machines is not None
+    }
+    if not rows:
+        return
+    there = plan.situation.machines
+    where = "as few machines as it needs" if there is None else f"{there} machine{'s' * (there != 1)}"
+    console.print(f"\n[bold]The loss of a machine[/], with each code's servers on {where}:", soft_wrap=True)
+    table = Columns(("", *_MACHINES), words=("",), spare=_SPARE_OF_MACHINES, **_LOOK)
+    for name, one in rows.items():
+        cells = (cell(one) for cell in _MACHINES.values())
+        table.add_row(name, *cells, style=None if one.objection is None else "dim")
+    console.print(table)
+    console.print()
+
+
+def _further(one: OnMachines) -> str:
+    """What may be lost until a machine's servers are back."""
+    if one.further_machines:
+        return f"{one.further_machines} machine{'s' * (one.further_machines != 1)}"
+    return (
+        f"{one.further_servers} server{'s' * (one.further_servers != 1)}"
+        if one.further_servers
+        else "nothing"
+    )
+
+
+_MACHINES: Mapping[str, Callable[[OnMachines], str]] = {
+    "needs": lambda one: f"{one.needed} machines",
+    "servers each": lambda one: "–".join(str(count) for count in sorted(set(one.servers_each))),
+    "memory each": lambda one: show_bytes(one.memory_bytes),
+    "lost servers": lambda one: str(one.lost_servers),
+    "lost rows": lambda one: f"{one.lost_rows:,.0f}",
+    "to read": lambda one: show_bytes(one.read_bytes),
+    "back in": lambda one: show_hours(one.recovery_hours),
+    "until then": _further,
+    "at once": lambda one: str(one.at_once),
+    "in turn": lambda one: str(one.in_turn),
+}
+_SPARE_OF_MACHINES = ("to read", "lost rows", "servers each", "memory each", "in turn")
+
+
+def _machines_in_words(one: OnMachines) -> str:
+    """What the best code does where a machine is lost, after the recommendation."""
+    each = "–".join(str(count) for count in sorted(set(one.servers_each)))
+    servers = f"{one.lost_servers} server{'s' * (one.lost_servers != 1)}"
+    return (
+        f"It needs {one.needed} machines. On {one.machines}, with {each} server{'s' * (each != '1')} each, "
+        f"the loss of a machine takes {servers}, {show_bytes(one.lost_bytes)} of rows and parities, which "
+        f"are back in {show_hours(one.recovery_hours)}; until then, {_further(one)} more may be lost. At "
+        f"once, {one.at_once} may be lost; one after the other, {one.in_turn} if none is replaced."
+    )
 
 
 def show_terms(one: Estimate, console: Console) -> None:
@@ -137,4 +206,6 @@ def _estimate(one: Estimate) -> dict[str, Any]:
         "storage_rate", "traffic_rate", "redone_hours", "pls", "auc_loss", "loss_chance", "settings",
         "objection",
     )  # fmt: skip
-    return {name: getattr(one, name) for name in plain} | {"terms": [asdict(term) for term in one.terms]}
+    machines = None if one.machines is None else asdict(one.machines)
+    terms = [asdict(term) for term in one.terms]
+    return {name: getattr(one, name) for name in plain} | {"machines": machines, "terms": terms}

@@ -17,6 +17,7 @@ from holdfast.policy.increments import (
     sizes,
 )
 from holdfast.policy.interval import optimal_interval
+from holdfast.policy.machines import OnMachines, losses_per_hour, on_machines
 from holdfast.policy.mechanisms import (
     Mechanism,
     Parities,
@@ -108,6 +109,8 @@ class Estimate:
     """Keys of a configuration, ``job.protection`` and ``checkpoint`` without its path."""
     objection: str | None = None
     """Why it is not feasible in this situation; None if it is."""
+    machines: OnMachines | None = None
+    """Of a code in a plan, or where machines are given: what it needs, and what the loss of one costs."""
 
     @property
     def overhead(self) -> float:
@@ -292,6 +295,9 @@ def erasure_code(
     if dense_bytes:
         steps.append(_transfer(situation, "copying the network's updates", dense_bytes, costs.dense))
     rebuild = code.rebuild_hours(situation.server_bytes, costs.rebuild_share * situation.network_rate)
+    by_machine = situation.machine_mtbf_hours is not None
+    uncovered = losses_per_hour(situation, code, rebuild) if by_machine else None
+    machines = on_machines(situation, code) if situation.machines is not None else None
 
     def mechanism(interval: float) -> Parities:
         amounts = sizes("chunked", situation.touches, interval, row)
@@ -305,6 +311,7 @@ def erasure_code(
                 load_hours=amounts.read * situation.table_bytes / situation.read_rate / 3600,
                 reschedule_hours=situation.reschedule_hours,
             ),
+            uncovered_per_hour=uncovered,
         )
 
     interval = min(_SECOND_LINE_HOURS, _cheapest(situation, lambda t: _cost(mechanism(t), situation)))
@@ -319,6 +326,8 @@ def erasure_code(
         atomic = kind == "ecrec"
         name = f"code {code.k}+{code.r}{', atomic' * atomic}"
         protection |= {"atomic": atomic, "dense": "replicate" if atomic else "workers"}
+    if code.groups > 1:
+        protection["rings"] = True  # as the chances of a loss assume
     return Estimate(
         kind=kind,
         name=name,
@@ -336,7 +345,9 @@ def erasure_code(
             "protection": protection,
             "checkpoint": {"strategy": "chunked", "every_seconds": _seconds(interval), "keep": 2},
         },
-        objection=_too_slow(situation, chosen.behind.saves),
+        objection=(machines.objection if machines is not None else None)
+        or _too_slow(situation, chosen.behind.saves),
+        machines=machines,
     )
 
 

@@ -69,6 +69,9 @@ class Situation:
         hours: that training takes if nothing is protected and nothing fails.
         mtbf_hours: mean time between failures that take servers down.
         servers_per_failure: how many go down together.
+        machines: that run the servers; None: as many as a protection needs.
+        machine_mtbf_hours: mean time between failures of one machine, which ``mtbf_hours`` and
+            ``servers_per_failure`` include; None: failures are not told apart.
         reschedule_hours: until there is a machine in a failed one's place, where it is not a warm spare.
         dense_bytes: of the network's gradients.
         rows_per_batch: different rows that a batch looks up.
@@ -92,6 +95,8 @@ class Situation:
     hours: float
     mtbf_hours: float
     servers_per_failure: float = 1.0
+    machines: int | None = None
+    machine_mtbf_hours: float | None = None
     reschedule_hours: float = 5 / 60
     dense_bytes: float = 8e6
     rows_per_batch: float = 8900.0
@@ -112,16 +117,9 @@ class Situation:
             value = getattr(self, one.name)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 continue
-            least_is_allowed = one.name in _MAY_BE_ZERO
-            if not math.isfinite(value) or value < 0 or (value == 0 and not least_is_allowed):
-                expected = "0 or more" if least_is_allowed else "above 0"
-                raise ConfigError(f"{_READABLE.get(one.name, one.name)} is {value:g}: expected {expected}")
-            least, most = _RANGES.get(one.name, (0.0, math.inf))
-            if not least <= value <= most:
-                raise ConfigError(
-                    f"{_READABLE.get(one.name, one.name)} is {value:g}: expected "
-                    + (f"at least {least:g}" if value < least else f"at most {most:g}")
-                )
+            _check(one.name, value)
+        if self.machine_mtbf_hours is not None and self.machines is None:
+            raise ConfigError("the failures of a machine are known but not how many machines there are")
         if self.servers_per_failure > self.servers:
             raise ConfigError(
                 f"a failure takes {self.servers_per_failure:g} servers down but there are {self.servers}"
@@ -148,6 +146,13 @@ class Situation:
         return self.servers_per_failure / (self.servers * self.mtbf_hours)
 
     @property
+    def process_failures_per_hour(self) -> float:
+        """Rate of the failures that are not a machine's."""
+        if self.machines is None or self.machine_mtbf_hours is None:
+            return 1 / self.mtbf_hours
+        return max(0.0, 1 / self.mtbf_hours - min(self.machines, self.servers) / self.machine_mtbf_hours)
+
+    @property
     def failures(self) -> float:
         """Expected number of failures in the whole training."""
         return self.hours / self.mtbf_hours
@@ -158,12 +163,35 @@ class Situation:
         return self.workers / self.step_hours
 
 
+def check_failures(*, machines: int, machine_mtbf_hours: float, mtbf_hours: float | None = None) -> None:
+    """Raise ConfigError unless a situation may have these values."""
+    _check("machines", machines)
+    _check("machine_mtbf_hours", machine_mtbf_hours)
+    if mtbf_hours is not None:
+        _check("mtbf_hours", mtbf_hours)
+
+
+def _check(name: str, value: float) -> None:
+    least_is_allowed = name in _MAY_BE_ZERO
+    if not math.isfinite(value) or value < 0 or (value == 0 and not least_is_allowed):
+        expected = "0 or more" if least_is_allowed else "above 0"
+        raise ConfigError(f"{_READABLE.get(name, name)} is {value:g}: expected {expected}")
+    least, most = _RANGES.get(name, (0.0, math.inf))
+    if not least <= value <= most:
+        raise ConfigError(
+            f"{_READABLE.get(name, name)} is {value:g}: expected "
+            + (f"at least {least:g}" if value < least else f"at most {most:g}")
+        )
+
+
 _RANGES = {
     "table_bytes": (1.0, 1e24),
     "servers": (1.0, 1e6),
     "workers": (1.0, 1e9),
     "hours": (1 / 3600, 1e7),
     "mtbf_hours": (1 / 3600, 1e12),
+    "machines": (1.0, 1e6),
+    "machine_mtbf_hours": (1 / 3600, 1e12),
     "reschedule_hours": (0.0, 1e6),
     "dense_bytes": (0.0, 1e15),
     "rows_per_batch": (0.0, 1e12),
@@ -183,6 +211,8 @@ _READABLE = {
     "hours": "the length of the training in hours",
     "mtbf_hours": "the mean time between failures in hours",
     "servers_per_failure": "the number of servers of a failure",
+    "machines": "the number of machines",
+    "machine_mtbf_hours": "the mean time between failures of a machine in hours",
     "reschedule_hours": "the time to replace a machine in hours",
     "dense_bytes": "the size of the network",
     "rows_per_batch": "the number of rows of a batch",

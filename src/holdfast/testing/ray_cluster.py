@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -57,10 +57,14 @@ class RayCluster:
         lab: the hosts.
         folder: for logs.
         redis: whether Ray's head keeps its state in Redis, on the last host.
+        labels: of Ray's nodes, such as "rack=a", by the number of the host.
     """
 
-    def __init__(self, lab: Lab, folder: Path, *, redis: bool = False) -> None:
+    def __init__(
+        self, lab: Lab, folder: Path, *, redis: bool = False, labels: Mapping[int, str] | None = None
+    ) -> None:
         self.lab, self.folder = lab, folder
+        self._labels = labels or {}
         self.address = f"{lab[1].address}:{PORT}"
         self.user = lab[1]
         """Where users' commands run, …"""
@@ -124,6 +128,8 @@ class RayCluster:
             f"--num-cpus={0 if is_head else CPUS}",
             f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats", "--block",
         ]  # fmt: skip
+        if host.number in self._labels:
+            command += ["--labels", self._labels[host.number]]
         with self._log(host).open("ab") as log:
             self._logged[host.number] = log.tell()
             host.popen(command, self.environment, stdout=log, stderr=log)

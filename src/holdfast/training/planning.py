@@ -12,13 +12,14 @@ import yaml
 
 from holdfast._version import __version__
 from holdfast.errors import ConfigError
-from holdfast.options import ErasureCode
+from holdfast.options import ErasureCode, Ray
 from holdfast.policy.failure_log import FailureLog, read_failures
 from holdfast.policy.increments import RowSize, Touches
 from holdfast.policy.lifetimes import Fit, fit
+from holdfast.policy.machines import all_failures
 from holdfast.policy.planner import Plan, configuration
 from holdfast.policy.protections import Wishes
-from holdfast.policy.situation import Costs, Situation
+from holdfast.policy.situation import Costs, Situation, check_failures
 from holdfast.policy.units import (
     parse_bytes,
     parse_hours,
@@ -106,6 +107,8 @@ def _model(given: Given, found: _Values) -> Config | None:
         if config.job.servers:
             found.values["servers"] = config.job.servers
         found.values["workers"] = config.job.workers
+        if isinstance(config.job.engine, Ray):
+            found.take("machines", config.job.engine.machines)
     elif given.size is None:
         raise ConfigError("the size of the model is unknown: give --size, such as 220GB, or a CONFIG.yaml")
     if given.size is not None:
@@ -114,6 +117,7 @@ def _model(given: Given, found: _Values) -> Config | None:
         found.values["row"] = _row(given, found)
     found.take("servers", given.servers)
     found.take("workers", given.workers)
+    found.take("machines", given.machines)
     if "servers" not in found.values:
         raise ConfigError("the number of servers is unknown: give --servers")
     servers = found.values["servers"]
@@ -166,14 +170,44 @@ def _rates(given: Given, found: _Values) -> tuple[str, ...]:
 def _failures(given: Given, found: _Values) -> tuple[tuple[Fit, ...], FailureLog | None]:
     if given.mtbf is not None:
         found.values["mtbf_hours"] = parse_hours(given.mtbf, "--mtbf")
-    if given.failure_log is None:
-        if given.mtbf is None:
-            raise ConfigError("the failure rate is unknown: give --mtbf, such as 20h, or --failure-log FILE")
-        return (), None
-    log = read_failures(given.failure_log)
-    fits = tuple(fit(log.failed_hours, log.unfailed_hours))
-    found.values.setdefault("mtbf_hours", fits[0].lifetime.mean_hours)
+    fits: tuple[Fit, ...] = ()
+    log = None
+    if given.failure_log is not None:
+        log = read_failures(given.failure_log)
+        fits = tuple(fit(log.failed_hours, log.unfailed_hours))
+        found.values.setdefault("mtbf_hours", fits[0].lifetime.mean_hours)
+    if given.machine_mtbf is not None:
+        _failures_of_machines(given, found)
+    if "mtbf_hours" not in found.values:
+        raise ConfigError(
+            "the failure rate is unknown: give --mtbf, such as 20h, --machine-mtbf or --failure-log FILE"
+        )
     return fits, log
+
+
+def _failures_of_machines(given: Given, found: _Values) -> None:
+    """Add failures of machines to those of processes."""
+    assert given.machine_mtbf is not None
+    if given.servers_per_failure is not None:
+        raise ConfigError(
+            "--servers-per-failure and --machine-mtbf both say how many servers fail together: give one"
+        )
+    servers = found.values["servers"]
+    found.assume("machines", servers, "a machine for each server (--machines)")
+    machine_mtbf = parse_hours(given.machine_mtbf, "--machine-mtbf")
+    if "mtbf_hours" not in found.values:
+        found.assumed.append("servers fail only with their machine (--mtbf)")
+    of_processes = found.values.get("mtbf_hours")
+    check_failures(
+        machines=found.values["machines"], machine_mtbf_hours=machine_mtbf, mtbf_hours=of_processes
+    )
+    found.values["machine_mtbf_hours"] = machine_mtbf
+    found.values["mtbf_hours"], found.values["servers_per_failure"] = all_failures(
+        servers=servers,
+        machines=found.values["machines"],
+        machine_mtbf_hours=machine_mtbf,
+        process_mtbf_hours=of_processes,
+    )
 
 
 def _rest(given: Given, found: _Values) -> None:

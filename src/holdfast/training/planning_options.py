@@ -52,7 +52,14 @@ class Given:
     hours: Annotated[_Text, Help("Training time without failures.", MODEL, "72h")] = None
     servers: Annotated[_Count, Help("Number of servers, which hold the tables.", CLUSTER)] = None
     workers: Annotated[_Count, Help("Number of workers, which compute.", CLUSTER)] = None
+    machines: Annotated[
+        _Count, Help("Number of machines that run the servers. Default: as many as a code needs.", CLUSTER)
+    ] = None
     mtbf: Annotated[_Text, Help("Mean time between failures of any server.", CLUSTER, "20h")] = None
+    machine_mtbf: Annotated[
+        _Text,
+        Help("Mean time between failures of one machine; --mtbf is then of processes.", CLUSTER, "90d"),
+    ] = None
     failure_log: Annotated[
         Path | None,
         Help("Fit the MTBF to a log: lines of 'time,server' or 'hours,failed'.", CLUSTER, "FILE"),

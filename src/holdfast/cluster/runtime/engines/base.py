@@ -32,6 +32,8 @@ class Inheritance(Struct, frozen=True):
     machines: int
     """How many machines are used, without spares."""
     spares: int = 0
+    domains: tuple[str, ...] = ()
+    """The failure domain of each machine and spare."""
     job: str = ""
     """The job's name in its messages, and all that follows, come from the launcher's charter."""
     supervisor: str = ""

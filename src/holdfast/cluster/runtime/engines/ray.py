@@ -19,6 +19,7 @@ import secrets
 import signal as signals
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,11 +42,20 @@ from holdfast.cluster.runtime.engines.room import room_for, room_in_words
 from holdfast.cluster.runtime.files import Journal, JournalCopy
 from holdfast.cluster.runtime.keys import Keys
 from holdfast.cluster.runtime.node import Announcement, Assignment
-from holdfast.coding.machines import best_machine, check_spread, next_move, spread, survives
+from holdfast.coding.machines import (
+    best_spread,
+    check_spread,
+    check_spread_in_domains,
+    evenly,
+    spread_in_domains,
+    survives,
+    voters,
+)
+from holdfast.coding.moves import best_machine, next_move
 from holdfast.coding.placement import Placement
 from holdfast.errors import ConfigError, JobFailed
 from holdfast.events import EventLog
-from holdfast.options import Ray
+from holdfast.options import NODE_DOMAIN, Ray
 
 NAMESPACE = "holdfast"
 _AGENTS = "holdfast-agents"
@@ -260,34 +270,35 @@ class RayEngine:
         self._threads: list[threading.Thread] = []
         _connect(options)
         self._notices = Notices(_draining_addresses)
-        count = inheritance.machines if inheritance else options.machines or _machines_alive()
-        spares = inheritance.spares if inheritance else options.spares
-        if again:
-            there = _machines_alive()
-            count = _enough(placement, count, there)
-            spares = min(spares, max(0, there - count))
-        self.home = _spread(placement, count, options)
+        count, domains = _machines_to_use(placement, options, inheritance, again=again)
+        self._domain_of = _numbered(domains)
+        """The failure domain of each machine. Whatever Ray finds in a machine's place is in the same one."""
+        self.home = _spread(placement, self._domain_of[:count], options)
         """The machine of each server, as planned."""
-        self._machines = [_Machine(number) for number in range(count + spares)]
+        self._voters = frozenset(voters(self._domain_of))
+        """The machines that have vaults."""
+        self._machines = [_Machine(number) for number in range(len(domains))]
         self._inherits = inheritance is not None
         try:
             if inheritance is not None:
                 self._inherit(inheritance)
             else:
                 self._group_name = f"{options.name}/{secrets.token_hex(3)}"
-                self._group = _place(self._group_name, self._machines, self._bundles(count, workers), options)
+                self._group = _place(self._group_name, domains, self._bundles(count, workers), options)
                 self._come_up()
-                record = Inheritance(self._group_name, count, spares)
+                record = Inheritance(self._group_name, count, len(domains) - count, domains)
                 self._records.put("engine", msgspec.msgpack.encode(record))
         except BaseException:
             self.close(0.0)
             raise
 
     def _bundles(self, count: int, workers: int) -> list[dict[str, float]]:
-        """What each machine must have free: enough for its processes and those of a lost machine."""
+        """What each machine must have free: enough for its processes and those of a lost domain."""
         servers = max(self.home.count(machine) for machine in range(count))
         workers_here = -(-workers // count)
-        room = room_for(self._options, servers=servers, workers=workers_here, machines=count)
+        # The machines of the other domains share what ran in a lost one.
+        domains = len(set(self._domain_of[:count]))
+        room = room_for(self._options, servers=servers, workers=workers_here, machines=domains)
         return [room] * len(self._machines)
 
     def _inherit(self, left: Inheritance) -> None:
@@ -384,7 +395,9 @@ class RayEngine:
         """Whether the code covers the loss of any machine as servers run now."""
         with self._lock:
             at = self._servers_at()
-        return survives(self._placement, at) if at is not None and self._placement.r else None
+        if at is None or not self._placement.r:
+            return None
+        return survives(self._placement, at, self._domain_of)
 
     def misplaced(self) -> Peer | None:
         """A server that should start anew on another machine, so that the code covers more. Its next process
@@ -394,7 +407,7 @@ class RayEngine:
             usable = [machine.number for machine in self._usable()]
             if at is None or not usable or not self._placement.r:
                 return None
-            move = next_move(self._placement, at, self.home, usable)
+            move = next_move(self._placement, at, self.home, usable, self._domain_of)
             if move is None:
                 return None
             slot, self._targets[slot] = move
@@ -456,7 +469,7 @@ class RayEngine:
         """Open a vault on a machine that has an agent, unless there are no keys for another one."""
         with self._lock:
             slot = self._vaults_opened
-            if slot >= len(keys) or machine.actor is None:
+            if slot >= len(keys) or machine.actor is None or machine.number not in self._voters:
                 return
             self._vaults_opened += 1
             call = self._ask(machine, "open_vault", job, slot, msgspec.json.encode(keys[slot]))
@@ -567,7 +580,7 @@ class RayEngine:
             # At the beginning the others are not there yet, but will be where they are planned.
             at = [self.home[slot] if machine is None else machine for slot, machine in enumerate(at)]
             ordered = sorted(usable, key=lambda number: (number != home, number))
-            return usable[best_machine(self._placement, at, peer.slot, ordered)]
+            return usable[best_machine(self._placement, at, peer.slot, ordered, self._domain_of)]
         running = [machine.number for other, machine in self._peers.items() if other.role == peer.role]
         home = self._home_of(peer.role, peer.slot) % len(self._machines)
         return usable[min(usable, key=lambda number: (running.count(number), number != home, number))]
@@ -757,45 +770,93 @@ def _draining_addresses() -> dict[str, float]:
     return {alive[node]: deadline_ms / 1000 for node, deadline_ms in said.items() if node in alive}
 
 
-def _machines_alive() -> int:
+def _usable_nodes() -> list[dict[str, Any]]:
     leaving = _draining_addresses()  # Ray places nothing there
-    return sum(
-        bool(node["Resources"].get("CPU")) and node["NodeManagerAddress"] not in leaving
+    return [
+        node
         for node in _nodes_alive()
-    )
+        if node["Resources"].get("CPU") and node["NodeManagerAddress"] not in leaving
+    ]
 
 
-def _enough(placement: Placement, wanted: int, there: int) -> int:
+def _machines_to_use(
+    placement: Placement, options: Ray, inheritance: Inheritance | None, *, again: bool
+) -> tuple[int, tuple[str, ...]]:
+    """How many machines to use, and the failure domain of each of them and of the spares."""
+    if inheritance is not None:
+        return inheritance.machines, inheritance.domains
+    count, spares = options.machines or len(_usable_nodes()), options.spares
+    if again:
+        there = len(_usable_nodes())
+        count = _enough(placement, count, there, options)
+        spares = min(spares, max(0, there - count))
+    return count, _domains(count + spares, options)
+
+
+def _domains(machines: int, options: Ray) -> tuple[str, ...]:
+    """The failure domain of each machine: a value of the label, as evenly as the cluster has them."""
+    label = options.domain
+    if label == NODE_DOMAIN:
+        return tuple(str(machine) for machine in range(machines))
+    nodes = _usable_nodes()
+    if not nodes:
+        raise ConfigError("the Ray cluster has no machine with processors: start Ray on some")
+    without = sorted(node["NodeManagerAddress"] for node in nodes if not node["Labels"].get(label))
+    if without:
+        raise ConfigError(
+            f"{len(without)} of {len(nodes)} machines of the Ray cluster have no label {label!r}, which is "
+            f"job.engine.domain: {', '.join(without)}; start Ray there with `ray start --labels "
+            f"{label}=VALUE`, or set job.engine.domain={NODE_DOMAIN}"
+        )
+    return tuple(evenly(Counter(node["Labels"][label] for node in nodes), machines))
+
+
+def _numbered(domains: Sequence[str]) -> list[int]:
+    return [domains.index(domain) for domain in domains]
+
+
+def _enough(placement: Placement, wanted: int, there: int, options: Ray) -> int:
     """How many machines to use where fewer may be there than wanted: those, if the code covers the loss of
-    any of them."""
-    covers = not placement.r or (there > 0 and spread(placement, there) is not None)
-    return there if there < wanted and covers else wanted
+    any of their domains."""
+    if not 0 < there < wanted:
+        return wanted
+    domain_of = _numbered(_domains(there, options))
+    return there if not placement.r or spread_in_domains(placement, domain_of) is not None else wanted
 
 
-def _spread(placement: Placement, machines: int, options: Ray) -> tuple[int, ...]:
-    if not placement.r:
-        return spread(placement, machines) or ()
-    if options.spread == "require":
-        return check_spread(placement, machines)
-    return spread(placement, machines) or tuple(
-        s // placement.groups % machines for s in range(placement.servers)
-    )
+def _spread(placement: Placement, domain_of: Sequence[int], options: Ray) -> tuple[int, ...]:
+    if not placement.r or options.spread == "prefer":
+        return best_spread(placement, domain_of)
+    if options.domain == NODE_DOMAIN:
+        return check_spread(placement, len(domain_of))
+    return check_spread_in_domains(placement, domain_of, options.domain)
 
 
 def _place(
-    name: str, machines: Sequence[_Machine], bundles: list[dict[str, float]], options: Ray
+    name: str, domains: Sequence[str], bundles: list[dict[str, float]], options: Ray
 ) -> PlacementGroup:
-    group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime="detached")
+    label = None if options.domain == NODE_DOMAIN else options.domain
+    group: PlacementGroup = placement_group(
+        bundles,
+        strategy="STRICT_SPREAD",
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[{label: value} for value in domains] if label is not None else None,
+    )
     if not group.wait(_PLACE_SECONDS):
         remove_placement_group(group)
         have = ", ".join(
-            f"{node['NodeManagerAddress']} ({room_in_words(node['Resources'])})" for node in _nodes_alive()
+            f"{node['NodeManagerAddress']} ({room_in_words(node['Resources'])}"
+            + (f", {label}={node['Labels'][label]}" if label in node["Labels"] else "")
+            + ")"
+            for node in _nodes_alive()
         )
+        where = ", ".join(f"{count} with {label}={value}" for value, count in Counter(domains).items())
         wanted = room_in_words(bundles[0])
         raise ConfigError(
-            f"the Ray cluster has no room for {len(machines)} machines with {wanted} free on each: it has "
-            f"{have}, some of which others may use; add machines, or lower job.engine.machines, "
-            "spares, server_cpus, worker_cpus, server_memory or worker_memory"
+            f"the Ray cluster has no room for {len(domains)} machines{f' ({where})' if label else ''} with "
+            f"{wanted} free on each: it has {have}, some of which others may use; add machines, or lower "
+            "job.engine.machines, spares, server_cpus, worker_cpus, server_memory or worker_memory"
         )
     return group
 
