@@ -23,7 +23,7 @@ LAYERS = [
     {"coding"},
     {"kernels"},
     {"events", "stopping"},
-    {"options", "recipe", "screen"},
+    {"options", "recipe", "screen", "buckets"},
     {"errors"},
     {"redaction"},
     {"_version"},

@@ -24,6 +24,11 @@ _REAL_JOB = "cluster/test_partial_recovery.py::test_only_the_dead_servers_rows_g
 
 # Module or folder below src/holdfast: tests below tests/. The longest name that fits counts.
 TESTS: dict[str, tuple[str, ...]] = {
+    "buckets.py": (
+        _STORE + "test_s3_requests.py",
+        _STORE + "test_contract.py::test_what_cannot_be_meant_is_refused",
+        _STORE + "test_s3.py",
+    ),
     "checkpoint/store/": (_STORE + "test_contract.py", _STORE + "test_local.py"),
     "checkpoint/store/base.py": (
         _STORE + "test_base.py",

@@ -195,7 +195,7 @@ def emulate(
         float | None, _option("Divisor of --shape. Default: 100 for kaggle, 10,000 for terabyte.", _TRAINING)
     ] = None,
     criteo: Annotated[
-        list[Path] | None,
+        list[str] | None,
         _option("Train on clicks in Criteo's format, not on synthetic ones. Repeatable.", _TRAINING, "FILE"),
     ] = None,
     batch_size: Annotated[int | None, _option("Batch size.", _TRAINING)] = None,
@@ -223,7 +223,7 @@ def emulate(
         shape,
         scale=scale,
         samples=samples,
-        criteo=tuple(map(str, criteo)) if criteo else None,
+        criteo=tuple(criteo) if criteo else None,
         batch_size=batch_size,
         lr=lr,
         zipf_exponent=zipf,

@@ -186,7 +186,8 @@ class Criteo:
     is for a missing id, and the only one of a table with one row.
 
     Args:
-        paths: one or several files in chronological order; gzip is recognized by its content.
+        paths: one or several files in chronological order, as paths or ``s3://bucket/key`` URLs, which need
+            the extra ``s3``; gzip is recognized by its content.
         batch_size: lines per batch. The last batch, and batches with bad lines, may have fewer samples.
         table_rows: number of rows of each of the 26 tables.
         part: ``train`` is the stream before the split, ``test`` the stream after it, ``all`` is both.
@@ -403,7 +404,7 @@ class Criteo:
         """What two readers must have in common for one to go on where the other stopped."""
         cut_by_bytes = self._part != "all" and not self._test_files
         return {
-            "files": [[os.path.basename(file.path), file.size] for file in self._files],
+            "files": [_identity(file) for file in self._files],
             "batch_size": self.batch_size,
             "table_rows": list(self.table_rows),
             "part": self._part,
@@ -426,8 +427,8 @@ class Criteo:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position from ``state_dict`` of an equal reader, else raise WrongReaderState.
 
-        Readers are equal if all options are equal, except ``on_bad_line``, the files' folders, and options
-        that have no effect in combination with the others.
+        Readers are equal if all options are equal, except ``on_bad_line``, the files' folders or buckets, and
+        options that have no effect in combination with the others.
         """
         self._check_not_iterating("load the state")
         self._start_at(_position_from(state, self._options()))
@@ -455,12 +456,12 @@ def _position_from(state: dict[str, Any], options: dict[str, Any]) -> _Position:
     saved = state.get("options")
     for name, own in options.items():
         got = saved.get(name) if isinstance(saved, dict) else None
-        if got == own:
+        if got == own or (name == "files" and _same_files(got, own)):
             continue
         expected = own
         if name == "files" and isinstance(got, list) and len(got) == len(own):
             # Of a month of days, the one that differs.
-            got, expected = next(pair for pair in zip(got, own, strict=True) if pair[0] != pair[1])
+            got, expected = next(pair for pair in zip(got, own, strict=True) if not _same_file(*pair))
         raise WrongReaderState(
             f"the reader's state was saved with {name} {got!r}, expected {expected!r}: make the reader"
             " with the files and options of the one that saved it"
@@ -479,6 +480,20 @@ def _position_from(state: dict[str, Any], options: dict[str, Any]) -> _Position:
             f" of worker {options['worker']} of {options['workers']}"
         )
     return position
+
+
+def _identity(file: DataFile) -> list[Any]:
+    """What a state says of a file: its name and size, and of an object in a bucket its version."""
+    return [os.path.basename(file.path), file.size, *([file.tag] if file.tag is not None else [])]
+
+
+def _same_files(got: object, own: list[list[Any]]) -> bool:
+    return isinstance(got, list) and len(got) == len(own) and all(map(_same_file, got, own))
+
+
+def _same_file(got: object, own: list[Any]) -> bool:
+    # A local file has no version to compare: between a bucket and a disk, name and size decide.
+    return isinstance(got, list) and len(got) in (2, 3) and got[: len(own)] == own[: len(got)]
 
 
 def _whole_number(name: str, value: int, *, least: int, most: int = 2**31 - 1) -> int:

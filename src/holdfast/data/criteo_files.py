@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
@@ -10,11 +11,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import DataError, WrongReaderState
+from holdfast.errors import ConfigError, DataError, WrongReaderState
+
+if TYPE_CHECKING:
+    from holdfast.data.object_file import ObjectFile
 
 BLOCK_BYTES = 1 << 20
 """How much is read at a time: enough to make the calls cheap, little enough to stay in the cache."""
@@ -23,6 +28,8 @@ LONGEST_LINE_BYTES = 1 << 20
 
 _COMPRESSED_BLOCK_BYTES = 128 << 10
 _NEWLINE = ord("\n")
+_OBJECT = "s3://"
+_OTHER_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|s3:/")  # a Path has lost a slash
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW_BITS = 31  # a gzip header is expected, and its checksum checked
 
@@ -32,9 +39,12 @@ class DataFile:
     """A file as it was when the reader was made."""
 
     path: str
+    """Or an ``s3://`` URL."""
     size: int
     """On disk."""
     is_gzip: bool
+    tag: str | None = None
+    """The version of an object in a bucket; None of a local file."""
 
 
 @contextmanager
@@ -47,6 +57,12 @@ def _reading(path: str) -> Iterator[None]:
 
 def inspect_file(path: str) -> DataFile:
     """What the file at ``path`` is; DataError when nothing can be read from it."""
+    if path.startswith(_OBJECT):
+        return _inspect_object(path)
+    if _OTHER_URL.match(path) and not os.path.exists(path):
+        raise ConfigError(
+            f"{path} is neither a path nor an s3:// URL: give a local path, or s3://bucket/key as a string"
+        )
     with _reading(path), open(path, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -56,7 +72,20 @@ def inspect_file(path: str) -> DataFile:
         return DataFile(path, status.st_size, file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC)
 
 
-def _open(file: DataFile) -> FileIO:
+def _inspect_object(url: str) -> DataFile:
+    from holdfast.data.object_file import inspect_object  # noqa: PLC0415 - needs the extra s3
+
+    version, start = inspect_object(url, len(_GZIP_MAGIC))
+    if version.size == 0:
+        raise DataError(f"{url} is empty: upload it again or leave it out")
+    return DataFile(url, version.size, start == _GZIP_MAGIC, version.tag)
+
+
+def _open(file: DataFile) -> FileIO | ObjectFile:
+    if file.tag is not None:
+        from holdfast.data.object_file import ObjectFile, ObjectVersion  # noqa: PLC0415 - needs the extra s3
+
+        return ObjectFile(file.path, ObjectVersion(file.size, file.tag))
     with _reading(file.path):
         opened = FileIO(file.path)
     size = os.fstat(opened.fileno()).st_size
@@ -100,7 +129,7 @@ class _PlainBytes:
         self._raw.close()
 
 
-def _inflate(file: DataFile, raw: FileIO) -> Iterator[tuple[bytes, int]]:
+def _inflate(file: DataFile, raw: FileIO | ObjectFile) -> Iterator[tuple[bytes, int]]:
     """The uncompressed chunks of all gzip members, each with the place in the file that it ends at."""
     inflater = None
     packed = b""

@@ -113,7 +113,7 @@ class SyntheticConfig(_Section, frozen=True, kw_only=True, tag_field="source", t
 
 
 class CriteoConfig(_Section, frozen=True, kw_only=True, tag_field="source", tag="criteo"):
-    """Criteo's TSV files (see ``holdfast.data.criteo``)."""
+    """Criteo's TSV files, local or in a bucket (see ``holdfast.data.criteo``)."""
 
     paths: Annotated[tuple[str, ...], Meta(min_length=1)]
     cardinalities: Cardinalities = "kaggle"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from holdfast.buckets import Bucket, BucketOptions, failure_of, obstore, obstore_errors
 from holdfast.checkpoint.store.base import (
     LEASE_OBJECT,
     ObjectInfo,
@@ -26,14 +25,7 @@ from holdfast.checkpoint.store.base import (
 )
 from holdfast.checkpoint.store.lease import Lease, LeaseChanged
 from holdfast.errors import AlreadyExists, ConfigError, ObjectMissing, StoreError, StoreUnreachable
-from holdfast.redaction import Secrets, redact, redacted
-
-try:
-    import obstore
-    from obstore import exceptions as obstore_errors
-    from obstore.store import S3Store as Bucket
-except ImportError as error:  # pragma: no cover - needs an environment without the extra
-    raise ConfigError("s3:// needs the package obstore: pip install 'holdfast[s3]'") from error
+from holdfast.redaction import Secrets, redact
 
 if TYPE_CHECKING:
     from obstore import PutMode
@@ -50,93 +42,28 @@ _WRITER_MARK = "holdfast-writer"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class S3Options:
-    """Connection options of a bucket. None: from the environment, else obstore's default.
+class S3Options(BucketOptions):
+    """Connection options of a bucket, see `BucketOptions`, and what a store in it needs.
 
     Attributes:
-        endpoint: URL of the server if it is not Amazon's; may be ``http://`` (``AWS_ENDPOINT_URL``).
-        access_key_id: the key id (``AWS_ACCESS_KEY_ID``).
-        secret_access_key: the secret key (``AWS_SECRET_ACCESS_KEY``).
-        session_token: the token of a temporary key (``AWS_SESSION_TOKEN``).
-        region: the bucket's region (``AWS_REGION``).
-        max_retries: retries of a request after a lost connection or a server error.
-        retry_seconds: maximum total time of retries of a request.
-        request_seconds: timeout of one request.
         lease_seconds: duration of a lease: how long a dead writer locks out others.
     """
 
-    endpoint: str | None = None
-    access_key_id: str | None = None
-    secret_access_key: str | None = None
-    session_token: str | None = None
-    region: str | None = None
-    max_retries: int = 8
-    retry_seconds: float = 60.0
-    request_seconds: float = 60.0
     lease_seconds: float = 60.0
-
-    @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
-        """Create options from a mapping; raises `ConfigError` for an unknown name."""
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(options) - known):
-            raise ConfigError(f"s3:// has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
-        return cls(**options)
-
-    def __repr__(self) -> str:
-        shown = redacted({field.name: getattr(self, field.name) for field in fields(self)})
-        return f"S3Options({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
-
-    def secrets(self) -> dict[str, str]:
-        """The secrets by name, including those from the environment."""
-        given = {
-            "secret_access_key": self.secret_access_key or os.environ.get("AWS_SECRET_ACCESS_KEY"),
-            "session_token": self.session_token or os.environ.get("AWS_SESSION_TOKEN"),
-            "endpoint": self.endpoint or os.environ.get("AWS_ENDPOINT_URL"),
-        }
-        return {name: value for name, value in given.items() if value}
-
-    def bucket_settings(self) -> dict[str, Any]:
-        """Return the keyword arguments for obstore."""
-        endpoint = self.endpoint or os.environ.get("AWS_ENDPOINT_URL")
-        given = {
-            "endpoint": endpoint,
-            "access_key_id": self.access_key_id,
-            "secret_access_key": self.secret_access_key,
-            "session_token": self.session_token,
-            "region": self.region,
-        }
-        return {
-            **{name: value for name, value in given.items() if value is not None},
-            "client_options": {
-                "allow_http": bool(endpoint and endpoint.startswith("http://")),
-                "timeout": timedelta(seconds=self.request_seconds),
-                "connect_timeout": timedelta(seconds=min(5.0, self.request_seconds)),
-            },
-            "retry_config": {
-                "max_retries": self.max_retries,
-                "retry_timeout": timedelta(seconds=self.retry_seconds),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=100),
-                    "max_backoff": timedelta(seconds=5),
-                    "base": 2,
-                },
-            },
-        }
 
 
 def _explain(error: Exception, doing: str, what: str, secrets: Secrets) -> StoreError:
     reason = secrets.scrub(str(error)).split("\n", 1)[0][:300]
     if isinstance(error, FileNotFoundError):
         return ObjectMissing(f"there is no object {what}: it was deleted or never written")
-    refused = (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError)
-    if isinstance(error, refused) or "403 Forbidden" in reason or "401 Unauthorized" in reason:
+    failure = failure_of(error, reason)
+    if failure == "refused":
         return StoreError(
             f"no permission to {doing} {what}: check the access key and the bucket's policy ({reason})"
         )
-    if "404 Not Found" in reason:
+    if failure == "no bucket":
         return StoreError(f"could not {doing} {what}: there is no such bucket, make it first ({reason})")
-    if "HTTP error" in reason:
+    if failure == "lost":
         return StoreUnreachable(
             f"lost the connection while trying to {doing} {what}, also after retries: "
             f"check the endpoint and the network, then try again ({reason})"
