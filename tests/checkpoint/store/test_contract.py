@@ -98,7 +98,7 @@ def test_the_package_needs_no_optional_package(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_its_cure(
     url: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("holdfast.checkpoint.store.s3", "holdfast.checkpoint.store.other"):
+    for name in ("holdfast.buckets", "holdfast.checkpoint.store.s3", "holdfast.checkpoint.store.other"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError) as refused:
