@@ -213,15 +213,25 @@ def test_a_changed_object_is_noticed_by_a_resumed_reader(
         criteo(urls).load_state_dict(state)
 
 
-@pytest.mark.parametrize("size", [9000, 3000, 12000])
+@pytest.mark.parametrize("size", [9000, 1500, 12000])
 def test_an_object_that_changes_while_it_is_read(place: Place, size: int) -> None:
     url = place.put("x", bytes(9000))
     version, _ = inspect_object(url, 2)
     with ObjectFile(url, version) as file:
         assert file.read(500) == bytes(500)
+        assert file._ahead is not None
+        file._ahead[1].result()  # so that what comes next is asked for after the change
         place.put("x", b"\1" * size)
         with pytest.raises(WrongReaderState, match=rf"{url} has {size} bytes"):
             rest_of(file)
+
+
+def test_a_changed_object_is_not_opened(place: Place) -> None:
+    url = place.put("x", bytes(9000))
+    version, _ = inspect_object(url, 2)
+    place.put("x", b"\1" * 9000)
+    with pytest.raises(WrongReaderState, match=f"{url} has 9000 bytes and version"):
+        ObjectFile(url, version)
 
 
 def test_an_object_that_is_deleted_while_it_is_read(place: Place) -> None:
@@ -319,6 +329,31 @@ def test_without_the_extra(place: Place, tmp_path: Path) -> None:
             [sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=120
         )
         assert (expected in ended.stdout) if expected else not ended.stdout
+
+
+def test_a_forked_process_says_so_in_place_of_waiting_forever(place: Place) -> None:
+    code = (
+        "import os, signal, sys; import holdfast as hf\n"
+        "def make(): return hf.Criteo(sys.argv[1], batch_size=4, table_rows=[9] * 26, part='all')\n"
+        "reader = make()\n"
+        "def child(what):\n"
+        "    if (pid := os.fork()): return os.waitpid(pid, 0)\n"
+        "    signal.alarm(60)\n"
+        "    try: what()\n"
+        "    except hf.ConfigError as error: print(error, flush=True)\n"
+        "    os._exit(0)\n"
+        "child(lambda: next(iter(reader)))\n"
+        "child(make)\n"
+        "print(len(list(reader)))"
+    )
+    url = place.put("x", text_of(8))
+    ended = subprocess.run(
+        [sys.executable, "-c", code, url], capture_output=True, text=True, check=True, timeout=180
+    )
+    *errors, batches = ended.stdout.splitlines()
+    assert batches == "2"
+    assert len(errors) == 2
+    assert all(url in error and "spawn the process" in error for error in errors)
 
 
 # The file itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,20 @@ RANGE_BYTES = 4 << 20
 
 # obstore panics at a bucket's name that no URL can hold.
 _BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+_first_user: int | None = None
+"""The process that made the first request: obstore's threads are there, and not in one that it forks."""
+
+
+def _check_not_forked(url: str) -> None:
+    global _first_user  # noqa: PLW0603 (one set of threads per process)
+    if _first_user is None:
+        _first_user = os.getpid()
+    elif _first_user != os.getpid():
+        raise ConfigError(
+            f"{url} cannot be read in a process forked from one that has read objects: spawn the process"
+            ' instead (multiprocessing_context="spawn" for a DataLoader)'
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,7 @@ class _Object:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        _check_not_forked(self.url)
         try:
             yield
         except (obstore_errors.BaseError, OSError, ValueError) as error:
