@@ -43,6 +43,7 @@ CLUSTER = [
 CHECKPOINT = [
     {"checkpointer"},
     {"tools"},
+    {"ranks"},
     {"torch"},
     {"saving"},
     {"layout"},

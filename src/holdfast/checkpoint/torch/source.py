@@ -47,9 +47,20 @@ class TrainingSource:
         watch: knows which rows training changes.
         compared: how tables are searched that the watch cannot follow: "digests" or "whole".
         events: hears how each table is tracked.
+        only: names the objects to copy; by default all.
+        finish: what to make of the copied tree before it is written, in the background.
     """
 
-    def __init__(self, objects: TrainingObjects, watch: Watch, compared: str, events: EventLog) -> None:
+    def __init__(
+        self,
+        objects: TrainingObjects,
+        watch: Watch,
+        compared: str,
+        events: EventLog,
+        only: Collection[str] | None = None,
+        finish: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        self._only, self._finish = only, finish
         self._objects = objects
         self._watch = watch
         self._compared = compared
@@ -83,7 +94,13 @@ class TrainingSource:
 
     def capture(self) -> CapturedTree | EncodedTree:
         """Copy everything that is not rows."""
-        tree = self._objects.capture(dict(self._tracking))
+        tree = self._objects.capture(dict(self._tracking), self._only)
+        finish = self._finish
+        if finish is not None:
+            if not self._captured_before:
+                encode_tree(tree())
+                self._captured_before = True
+            return CapturedTree(lambda: finish(tree()))
         if self._captured_before:
             return CapturedTree(tree)
         # A state that cannot be stored is the caller's to mend: raise here, not at the next call.

@@ -14,7 +14,7 @@ restore another checkpoint, or make them anew. ``cancel_restore`` gives up after
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.checkpoint.format.dense import TablePlace, map_tree
 from holdfast.checkpoint.format.records import WEIGHT, Field, Group, make_groups
 from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.memory.shares import Share
 from holdfast.checkpoint.torch.capture import Capturer, Places, State
 from holdfast.checkpoint.torch.fit import check_module, check_objects, some
 from holdfast.checkpoint.torch.tables import LiveTable, RowTensors, find_tables
@@ -37,6 +38,7 @@ from holdfast.checkpoint.torch.values import (
     live_leaf,
     plain_leaf,
     random_states,
+    reseed,
     row_bytes,
     row_field,
     set_random_states,
@@ -60,23 +62,34 @@ class TrainingObjects:
             Optimizers that step in the backward pass of a module's parameters are found, and added as
             "<object's name>.<parameter's name>:backward".
         kind_of: tables for which it says different things are not put into one group.
+        share_of: which of a table's so many rows this process saves; by default all. Other ranks save the
+            others.
 
     Attributes:
         objects: those that were given and those that were found.
         tables: every table of the modules, by name.
         optimizers: those among the objects.
+        apart: the names of all others, which each rank has by itself: loaders, schedulers.
+        loaders: the names of those that are read.
     """
 
     def __init__(
-        self, objects: Mapping[str, Any], kind_of: Callable[[str], object] = lambda table: None
+        self,
+        objects: Mapping[str, Any],
+        kind_of: Callable[[str], object] = lambda table: None,
+        share_of: Callable[[int], Share] | None = None,
     ) -> None:
         check_objects(objects)
-        self._kind_of = kind_of
+        self._kind_of, self._share_of = kind_of, share_of
+        objects = {name: bare(thing) for name, thing in objects.items()}
         self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
         self._in_backward = find_in_backward(self._modules, known=objects.values())
         self.objects = dict(objects) | self._in_backward
         self._capturers = {name: Capturer(name, thing) for name, thing in self.objects.items()}
         self.optimizers = {n: o for n, o in self.objects.items() if isinstance(o, Optimizer)}
+        known = self._modules.keys() | self.optimizers.keys()
+        self.apart = [name for name in self.objects if name not in known]
+        self.loaders = [name for name in self.apart if hasattr(self.objects[name], "__iter__")]
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
         self._users = self._find_users()
         self._incoming: dict[str, dict[str, Tensor]] = {}
@@ -136,9 +149,14 @@ class TrainingObjects:
         for table in self.tables.values():  # asked at every save: no more than that, as a rule
             self._look_at(table)
         if self._live_tables is None:
-            self._live_tables = LiveTables(
-                make_groups(self.layout(), self._kind_of), lambda table: self._known[table].views
-            )
+            known = self._known
+            shares = {name: rows.share for name, rows in known.items() if rows.share is not None}
+            layout = [
+                (name, shares[name].rows if name in shares else rows, fields)
+                for name, rows, fields in self.layout()
+            ]
+            groups = make_groups(layout, self._kind_of)
+            self._live_tables = LiveTables(groups, lambda table: known[table].saved_views, shares)
         return self._live_tables
 
     def fields(self, table: str) -> tuple[NDArray[np.uint8], ...]:
@@ -160,10 +178,13 @@ class TrainingObjects:
         self.layout()
         return self.capture()()
 
-    def capture(self, tracking: Mapping[str, str] | None = None) -> Callable[[], dict[str, Any]]:
+    def capture(
+        self, tracking: Mapping[str, str] | None = None, only: Collection[str] | None = None
+    ) -> Callable[[], dict[str, Any]]:
         """Copy everything but the rows, now, and return a function that makes a ``dense_tree`` of the copy.
 
         ``tracking`` says of each table how its changed rows are found, for people who look at the version.
+        ``only`` names the objects to copy; by default all.
 
         The copy is all that has to happen between two steps; what the function does can wait, in another
         thread. It raises what ``dense_tree`` raises. Rows are known by the last ``layout``.
@@ -172,6 +193,8 @@ class TrainingObjects:
         states: dict[str, State] = {}
         metadata: dict[str, Mapping[str, Any]] = {}
         for name, capturer in self._capturers.items():
+            if only is not None and name not in only:
+                continue
             states[name], metadata[name] = capturer.capture(places)
         optimizers = {name: type(o).__name__ for name, o in self.optimizers.items()}
         # Last: a loader's state_dict() may draw random numbers.
@@ -183,7 +206,10 @@ class TrainingObjects:
                 "optimizers": optimizers,
                 "tracking": dict(tracking or {}),
                 # Versions of modules' formats, which PyTorch keeps in an attribute of the state.
-                "metadata": {name: map_tree(metadata[name], plain_leaf, name) for name in self._modules},
+                "metadata": {
+                    name: map_tree(metadata[name], plain_leaf, name)
+                    for name in metadata.keys() & self._modules
+                },
                 "rng": random_states(random_copy),
             }
 
@@ -233,10 +259,16 @@ class TrainingObjects:
             )
         self._incoming = {name: self._room(self.tables[name], *found) for name, found in saved.items()}
 
-    def load_dense(self, tree: Any) -> None:
-        """Load the state of every object, with the tensors of ``fields`` in it, and the random states."""
+    def load_dense(self, tree: Any, *, leave: Collection[str] = (), seed: Sequence[int] = ()) -> None:
+        """Load the state of every object, with the tensors of ``fields`` in it, and the random states.
+
+        Objects to ``leave`` stay as they are. With ``seed``, the random states follow from the saved ones and
+        these numbers.
+        """
         self.check_dense(tree)
         for name, thing in self.objects.items():
+            if name in leave:
+                continue
             state = map_tree(tree["objects"][name], self._revive, name)
             try:
                 self._load(name, thing, state, tree)
@@ -245,6 +277,8 @@ class TrainingObjects:
             except Exception as error:
                 raise ModelMismatch(f"{name} does not take the checkpoint's state: {error}") from error
         set_random_states(tree.get("rng"))
+        if seed:
+            reseed(seed)
         self.cancel_restore()
 
     def cancel_restore(self) -> None:
@@ -342,7 +376,7 @@ class TrainingObjects:
         if known is None or not known.valid():
             self._places = None
             self._live_tables = None
-            before, known = known, RowTensors.of(table, self.optimizers)
+            before, known = known, RowTensors.of(table, self.optimizers, self._share_of)
             self._known[table.name] = known
             if before is not None and known.has_replaced(before):
                 self._replaced.add(table.name)  # the content of the new tensors is unknown
@@ -431,6 +465,13 @@ class TrainingObjects:
                 # A StatefulDataLoader draws random numbers when it goes to its position. It does so now,
                 # before the random states are restored: the run that wrote them was past that.
                 thing.state_dict()
+
+
+def bare(thing: Any) -> Any:
+    """The model in the wrapper of ``DistributedDataParallel``, whose names are those of any model."""
+    while isinstance(thing, nn.parallel.DistributedDataParallel):
+        thing = thing.module
+    return thing
 
 
 _BACKWARD = ":backward"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.records import WEIGHT, Field
+from holdfast.checkpoint.memory.shares import Share
 from holdfast.checkpoint.torch.values import row_bytes, row_field, why_no_rows
 from holdfast.errors import ConfigError
 
@@ -50,19 +51,28 @@ class RowTensors:
         tensors: by field: the weights, then the optimizer states that have an entry a row, by name.
         fields: what they look like.
         views: their memory.
+        share: the rows that this process saves; None for all.
+        saved_views: their memory.
     """
 
     tensors: dict[str, Tensor]
     fields: tuple[Field, ...]
     views: tuple[NDArray[np.uint8], ...]
+    share: Share | None
+    saved_views: tuple[NDArray[np.uint8], ...]
     _module: nn.Module
     _weight: _Place
     _states: list[tuple[Optimizer, int, list[tuple[str, _Place]]]]
     """For each optimizer, the length of its state of this weight, and all tensors in it."""
 
     @classmethod
-    def of(cls, table: LiveTable, optimizers: Mapping[str, Optimizer]) -> RowTensors:
-        """The table's current tensors."""
+    def of(
+        cls,
+        table: LiveTable,
+        optimizers: Mapping[str, Optimizer],
+        share_of: Callable[[int], Share] | None = None,
+    ) -> RowTensors:
+        """The table's current tensors. ``share_of`` says which of so many rows this process saves."""
         weight = table.weight
         tensors: dict[str, Tensor] = {WEIGHT: weight}
         states: list[tuple[Optimizer, int, list[tuple[str, _Place]]]] = []
@@ -73,10 +83,15 @@ class RowTensors:
             named |= {f"{name}.{key}": tensor for key, tensor in found.items()}
             states.append((optimizer, len(state), [(key, _place(tensor)) for key, tensor in found.items()]))
         tensors |= {name: t for name, t in sorted(named.items()) if _is_row_state(t, len(weight))}
+        views = tuple(map(row_bytes, tensors.values()))
+        share = share_of(len(weight)) if share_of is not None else None
+        kept = slice(None) if share is None else slice(share.first, share.first + share.rows)
         return cls(
             tensors=tensors,
             fields=tuple(row_field(name, tensor) for name, tensor in tensors.items()),
-            views=tuple(map(row_bytes, tensors.values())),
+            views=views,
+            share=share,
+            saved_views=tuple(view[kept] for view in views),
             _module=table.modules[0],
             _weight=_place(weight),
             _states=states,

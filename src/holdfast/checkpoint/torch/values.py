@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,15 @@ def random_states(copied: tuple[Any, Any, Any]) -> dict[str, Any]:
         "numpy": map_tree(numpy_state, plain_leaf, "rng.numpy"),
         "python": {"version": version, "words": Array.of(np.array(words, np.uint32)), "gauss": gauss},
     }
+
+
+def reseed(numbers: Sequence[int]) -> None:
+    """Seed the global random generators by what they would draw next and these numbers."""
+    drawn = torch.randint(1 << 62, (2,)).tolist()
+    words = np.random.SeedSequence([*drawn, *numbers]).generate_state(4, np.uint64).tolist()
+    torch.default_generator.manual_seed(words[0] >> 1)
+    np.random.seed(np.array(words[1:3], np.uint64).view(np.uint32))
+    random.seed(words[3])
 
 
 def set_random_states(states: Any) -> None:

@@ -102,6 +102,7 @@ class Watch:
         last_version: gives the number of the version that was taken last.
         on_missed: told when it turns out that changes of a table may have been missed: its name, why, and the
             last version that lacks none.
+        others_look_up: other ranks look up other rows, which change here, too: gradients alone tell all.
     """
 
     def __init__(
@@ -111,7 +112,10 @@ class Watch:
         tracker: Callable[[], Tracker],
         last_version: Callable[[], int],
         on_missed: Callable[[str, str, int], None],
+        *,
+        others_look_up: bool = False,
     ) -> None:
+        self._others_look_up = others_look_up
         self.tracker = tracker
         self.saves = 0
         self._last_version = last_version
@@ -132,10 +136,13 @@ class Watch:
                 known.table = table
             else:
                 sparse, plain = (m.sparse for m in table.modules), map(_is_plain, table.modules)
+                by_gradient = self._others_look_up or not all(plain)
                 known = _Watched(
-                    table, all(sparse), self.version_of(table), not all(plain), self._last_version()
+                    table, all(sparse), self.version_of(table), by_gradient, self._last_version()
                 )
             self._tables[name] = known
+            if self._others_look_up:
+                continue
             for module in table.modules:
                 mine = self, known, _is_plain(module)
                 handle = module.register_forward_hook(_Marker(*mine), with_kwargs=True)
@@ -221,6 +228,8 @@ class Watch:
             return "digests", "rows have changed unseen before"
         if watched.sparse:
             return "gradients", "they are sparse"
+        if self._others_look_up:
+            return "gradients", "the ranks look up different rows"
         if watched.by_gradient:
             return "gradients", "lookups do not tell all rows that change"
         return "lookups", "only rows that are looked up change"
@@ -256,7 +265,8 @@ class Watch:
             elif gradient.is_sparse:
                 if gradient._nnz():  # NumPy would keep PyTorch from adding to one that is empty
                     rows = gradient._indices().numpy()[0]
-                    tracker.mark(name, rows, counts=False, late=late)  # it counts as its lookup has
+                    # It counts as its lookup has.
+                    tracker.mark(name, rows, counts=self._others_look_up, late=late)
             elif not tracker.is_suspect(name):
                 watched.searched = False
                 dense.append((watched, gradient))

@@ -1,0 +1,41 @@
+"""A job of several ranks is killed and resumed, by as many ranks and by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.ranks.jobs import Jobs, Outcome
+
+
+def ends(job: Outcome, world_size: int) -> list[Any]:
+    return [job.one(rank, "trained")["digests"] for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_two_ranks_go_on_bit_for_bit_after_sigkill(jobs: Jobs, tmp_path: Path, sparse: bool) -> None:
+    straight = jobs.run(tmp_path / "a", 2, steps=16, sparse=sparse).all_ended_well()
+    killed = jobs.run(tmp_path / "b", 2, steps=16, sparse=sparse, kill_after=9)
+    assert set(killed.codes.values()) == {-9}
+    resumed = jobs.run(tmp_path / "b", 2, steps=16, sparse=sparse).all_ended_well()
+    for rank in (0, 1):
+        assert resumed.one(rank, "restored")["step"] == 9
+    assert ends(resumed, 2) == ends(straight, 2)
+
+
+def test_other_numbers_of_ranks(jobs: Jobs, tmp_path: Path) -> None:
+    """Tables, optimizers and the network are the same whoever restores them."""
+    ranks = [2, 1, 2]
+    last, steps = "", 0
+    for number, world_size in enumerate(ranks):
+        job = jobs.run(tmp_path, world_size, steps=steps + 5).all_ended_well()
+        for rank in range(world_size):
+            restored = job.one(rank, "restored")
+            assert restored["step"] == steps
+            if number:
+                assert restored["digests"]["shared"] == last
+        shared = {digests["shared"] for digests in ends(job, world_size)}
+        assert len(shared) == 1
+        last, steps = shared.pop(), steps + 5
