@@ -42,7 +42,7 @@ from holdfast.checkpoint.ranks.publisher import Order
 from holdfast.checkpoint.ranks.state import StateOfRank, for_rank
 from holdfast.checkpoint.ranks.together import Together, join
 from holdfast.checkpoint.reading.coverage import check_places
-from holdfast.checkpoint.reading.loader import RowLoader, compile_loops
+from holdfast.checkpoint.reading.loader import RowLoader, ShareLoader, compile_loops
 from holdfast.checkpoint.reading.version import VersionReader, find_version, open_version
 from holdfast.checkpoint.saving.schedule import SaveSchedule
 from holdfast.checkpoint.saving.writer import SaveReport, Writer
@@ -153,7 +153,8 @@ class Checkpointer:
             raise
         compile_loops()
         compared = "digests" if self.policy.verify else "whole"
-        only = None if self._decides else self._objects.apart
+        # What is sharded has parts on all ranks.
+        only = None if self._decides or self._objects.is_sharded else self._objects.apart
         finish = None if self._ranks is None else self._ranks.part_of(self._objects)
         self._source = TrainingSource(self._objects, self._watch, compared, self.events, only, finish)
         self._read_ahead = ReadAhead(self._objects.objects, self.events)
@@ -527,19 +528,23 @@ class Checkpointer:
             objects.prepare(reader.groups)
             text = f"restoring version {version.version}"
             # From here on the tables no longer match the newest version and the marks.
-            digests = self._writer.begin_restore(reader.groups)
+            digests, shares = self._writer.begin_restore(reader.groups), objects.held()
+            # Otherwise digests, which are of the rows that it saves, are taken at the end.
+            reads_all = self._ranks is None and not shares
             try:
                 with byte_progress(text, reader.total_bytes(), self._show_progress) as on_progress:
-                    # Ranks have digests of their shares alone: those are taken at the end.
-                    noted = digests if self._ranks is None else None
-                    loader = RowLoader(reader.groups, objects.fields, noted)
+                    loader = (
+                        ShareLoader(reader.groups, objects.fields, shares)
+                        if shares
+                        else RowLoader(reader.groups, objects.fields, digests if reads_all else None)
+                    )
                     reader.read_rows(loader, on_progress=on_progress)
                 with _taken_for_damage(where):
                     self._load_dense(mine)
             except BaseException:
                 objects.cancel_restore()
                 raise
-            if digests is not None and self._ranks is not None:
+            if digests is not None and not reads_all:
                 digests = RowDigests.of(objects.live_tables())
             self._note_restored(version, reader, mine, digests, time.perf_counter() - started)
         return version.step + 1

@@ -20,6 +20,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
@@ -34,14 +38,18 @@ ROWS, SMALL, DIM, BATCH = 301, 7, 4, 8
 class Model(nn.Module):
     """Two tables, a network, and noise: it draws random numbers in every step."""
 
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, sparse: bool, bag: bool = True) -> None:
         super().__init__()
-        self.users = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=sparse)
+        self.users: nn.Module = nn.Embedding(ROWS, DIM)
+        if bag:
+            self.users = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=sparse)
         self.items = nn.Embedding(SMALL, DIM, sparse=sparse)
         self.top = nn.Sequential(nn.Linear(2 * DIM, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        found: Tensor = self.top(torch.cat([self.users(users), self.items(items)], 1))
+        looked_up = self.users(users)
+        looked_up = looked_up.sum(1) if looked_up.dim() == 3 else looked_up
+        found: Tensor = self.top(torch.cat([looked_up, self.items(items)], 1))
         return found.squeeze(1)
 
 
@@ -72,15 +80,23 @@ class Run:
 
     def __init__(self, order: dict[str, Any], rank: int, world_size: int) -> None:
         torch.manual_seed(7)
-        self.model = Model(order.get("sparse", True))
-        tables = [*self.model.users.parameters(), *self.model.items.parameters()]
         kind = order.get("kind", "ddp")
+        self.model = Model(order.get("sparse", kind == "ddp"), bag=kind != "dtensor")
+        mesh = init_device_mesh("cpu", (world_size,)) if kind != "ddp" and world_size > 1 else None
+        if mesh is not None and kind == "fsdp":
+            fully_shard(self.model.users, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        elif mesh is not None:
+            style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+            parallelize_module(self.model.users, mesh, style)
+            rank = 0  # all ranks train the same batches
+        tables = [*self.model.users.parameters(), *self.model.items.parameters()]
         self.trained: nn.Module = self.model
         if kind == "ddp" and world_size > 1:
             self.trained = DistributedDataParallel(self.model)
         dense = list(self.model.top.parameters())
         choices: dict[str, Callable[[], list[torch.optim.Optimizer]]] = {
-            "adagrad": lambda: [torch.optim.Adagrad(tables, lr=0.1), torch.optim.Adam(dense)],
+            "adagrad": lambda: [torch.optim.Adagrad(tables, lr=0.1, foreach=False), torch.optim.Adam(dense)],
             "sgd": lambda: [torch.optim.SGD(tables, lr=0.1), torch.optim.SGD(dense, lr=0.1)],
             "adam": lambda: [torch.optim.Adam([*tables, *dense])],
             "sparse-adam": lambda: [torch.optim.SparseAdam(tables), torch.optim.Adam(dense)],

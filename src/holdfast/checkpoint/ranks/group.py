@@ -29,7 +29,8 @@ def link_of(process_group: Any, silent_seconds: float) -> Link | None:
         )
     if size == 1:
         return None
-    return Link(_store_of(process_group), rank, size, silent_seconds)
+    members = dist.get_process_group_ranks(process_group)
+    return Link(_store_of(process_group), rank, size, silent_seconds, members)
 
 
 def _refuse_uncoordinated() -> None:

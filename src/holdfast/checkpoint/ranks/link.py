@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from holdfast.errors import RankLost
@@ -38,10 +38,14 @@ class Link:
         world_size: how many ranks there are.
         silent_seconds: a rank that has not been heard of for so long is lost. At first, before it has a link,
             it may take ten times as long.
+        members: what the ranks are called in the default process group.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, silent_seconds: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, silent_seconds: float, members: Sequence[int] = ()
+    ) -> None:
         self.rank, self.world_size = rank, world_size
+        self.members = members or range(world_size)
         self._silent_seconds = silent_seconds
         self._store = store.clone()  # whoever waits in the other one keeps it for himself
         self._lock = threading.Lock()

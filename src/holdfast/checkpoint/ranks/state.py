@@ -7,22 +7,27 @@ of their own: random states, loaders, and whatever is neither a module nor an op
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.checkpoint.format.dense import map_tree
 from holdfast.checkpoint.memory.shares import Share
-from holdfast.errors import CorruptCheckpoint
+from holdfast.checkpoint.torch.sharded import ArrayPart
+from holdfast.errors import CheckpointError, CorruptCheckpoint
 
 RANKS = "ranks"
 
 
 def own_part(tree: Mapping[str, Any], apart: Sequence[str], shares: Mapping[str, Share]) -> dict[str, Any]:
     """Of a rank's dense state, what is not that of all ranks."""
+    parts = _parts_of(tree["objects"])
     return {
         "rng": tree["rng"],
         "objects": {name: tree["objects"][name] for name in apart},
         "shares": _plain(shares),
+        "parts": [[list(part.shape), list(part.offset), part.array] for _, part in parts],
     }
 
 
@@ -30,8 +35,35 @@ def whole_tree(
     tree: Mapping[str, Any], shares: Mapping[str, Share], others: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The dense state of a version: rank 0's, and the own parts of the others."""
-    own = [{"shares": _plain(shares)}, *others]
-    return {**tree, RANKS: {"world_size": len(own), "own": own}}
+    theirs = [
+        [ArrayPart(array, tuple(shape), tuple(offset)) for shape, offset, array in other["parts"]]
+        for other in others
+    ]
+    counts = {len(parts) for parts in theirs} | {len(_parts_of(tree["objects"]))}
+    if len(counts) > 1:
+        raise CheckpointError("ranks have parts of different parameters: train the same model on every rank")
+    numbers = itertools.count()
+
+    def leaf(value: Any, path: str) -> Any:
+        if not isinstance(value, ArrayPart):
+            return value
+        number = next(numbers)
+        return value.joined([parts[number] for parts in theirs], path)
+
+    own = [{"shares": _plain(shares)}, *({k: v for k, v in o.items() if k != "parts"} for o in others)]
+    joined = {**tree, "objects": map_tree(tree["objects"], leaf)}
+    return {**joined, RANKS: {"world_size": len(own), "own": own}}
+
+
+def _parts_of(tree: Any) -> list[tuple[str, ArrayPart]]:
+    found: list[tuple[str, ArrayPart]] = []
+
+    def leaf(value: Any, path: str) -> Any:
+        if isinstance(value, ArrayPart):
+            found.append((path, value))
+
+    map_tree(tree, leaf)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from holdfast.checkpoint.ranks.state import own_part, whole_tree
 from holdfast.checkpoint.saving.catalog import Catalog
 from holdfast.checkpoint.saving.schedule import SaveSchedule
 from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.torch.sharded import is_sharded, ranks_of
 from holdfast.checkpoint.torch.state import TrainingObjects
 from holdfast.errors import HoldfastError, RankLost, UnsupportedState, message_of
 from holdfast.options import Policy
@@ -75,7 +76,14 @@ class Together:
 
     def check_tables(self, objects: TrainingObjects) -> None:
         """Raise UnsupportedState for tables that several ranks cannot train alike."""
+        everyone = sorted(self.link.members)
         for name, table in objects.tables.items():
+            found = sorted(ranks_of(table.parameter)) if is_sharded(table.parameter) else everyone
+            if found != everyone:
+                raise UnsupportedState(
+                    f"{name} has its rows on ranks {found}, expected all that save together, {everyone}: "
+                    "distribute it over these"
+                )
             if any(module.max_norm is not None for module in table.modules):
                 raise UnsupportedState(
                     f"{name} has max_norm: its lookups change rows on the rank alone that makes them, so the "

@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.checkpoint.format.dense import encode_tree
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.torch.fit import some
+from holdfast.checkpoint.torch.sharded import without_parts
 from holdfast.checkpoint.torch.state import TrainingObjects, Unseen
 from holdfast.checkpoint.torch.watch import Watch
 from holdfast.events import EventLog
@@ -98,7 +99,7 @@ class TrainingSource:
         finish = self._finish
         if finish is not None:
             if not self._captured_before:
-                encode_tree(tree())
+                encode_tree(without_parts(tree()))
                 self._captured_before = True
             return CapturedTree(lambda: finish(tree()))
         if self._captured_before:

@@ -30,6 +30,7 @@ from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.memory.shares import Share
 from holdfast.checkpoint.torch.capture import Capturer, Places, State
 from holdfast.checkpoint.torch.fit import check_module, check_objects, some
+from holdfast.checkpoint.torch.sharded import cut, empty_rows, is_sharded, local, reshard, version
 from holdfast.checkpoint.torch.tables import LiveTable, RowTensors, find_tables
 from holdfast.checkpoint.torch.unseen import why_unseen_rows_change
 from holdfast.checkpoint.torch.values import (
@@ -90,6 +91,7 @@ class TrainingObjects:
         known = self._modules.keys() | self.optimizers.keys()
         self.apart = [name for name in self.objects if name not in known]
         self.loaders = [name for name in self.apart if hasattr(self.objects[name], "__iter__")]
+        reshard(self._modules.values())
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
         self._users = self._find_users()
         self._incoming: dict[str, dict[str, Tensor]] = {}
@@ -104,6 +106,7 @@ class TrainingObjects:
 
         Raises ConfigError if a parameter has got an optimizer that steps in the backward pass.
         """
+        reshard(self._modules.values())
         users = self._find_users()
         if users == self._users:
             return False
@@ -167,8 +170,18 @@ class TrainingObjects:
         """
         incoming = self._incoming.get(table)
         if incoming:
-            return tuple(map(row_bytes, incoming.values()))
+            return tuple(row_bytes(local(tensor)) for tensor in incoming.values())
         return self._look_at(self.tables[table]).views
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks have parts of a module's parameters."""
+        return any(is_sharded(p) for module in self._modules.values() for p in module.parameters())
+
+    def held(self) -> dict[str, Share]:
+        """The tables of which this process has some rows only, and which."""
+        self.layout()
+        return {name: rows.held for name, rows in self._known.items() if rows.held is not None}
 
     def dense_tree(self) -> dict[str, Any]:
         """A copy of everything but the rows, independent of further training.
@@ -269,7 +282,7 @@ class TrainingObjects:
         for name, thing in self.objects.items():
             if name in leave:
                 continue
-            state = map_tree(tree["objects"][name], self._revive, name)
+            state = self._distribute(thing, map_tree(tree["objects"][name], self._revive, name))
             try:
                 self._load(name, thing, state, tree)
             except HoldfastError:
@@ -338,13 +351,13 @@ class TrainingObjects:
         owners: Mapping[int, Sequence[tuple[Optimizer, dict[str, Any]]]],
         answers: dict[tuple[Any, ...], str | None],
     ) -> Unseen | None:
-        weight = table.modules[0].weight
+        weight = table.parameter
         mine = owners.get(id(weight))
         if mine is None:
             if weight.requires_grad:
                 return Unseen("it is trainable, and no optimizer among the objects owns it", lasts=True)
             # An average of a model has such tables. PyTorch counts what is written to a tensor.
-            written = weight._version != self._seen_versions[table.name]
+            written = version(weight) != self._seen_versions[table.name]
             return Unseen("it was written to", lasts=False) if written else None
         if not table.only_looked_up:
             return Unseen("a module that is no embedding has the same weight", lasts=True)
@@ -364,7 +377,7 @@ class TrainingObjects:
     # Inside
 
     def _versions(self) -> dict[str, int]:
-        return {name: table.weight._version for name, table in self.tables.items()}
+        return {name: version(table.weight) for name, table in self.tables.items()}
 
     def _row_tensors(self, table: LiveTable) -> dict[str, Tensor]:
         """The live tensors of a table by field: the weights, then optimizer states by name."""
@@ -419,7 +432,7 @@ class TrainingObjects:
                 f"the checkpoint has {field.name} of table {table.name}, but no optimizer was given that has "
                 f"this name and this table; optimizers: {some(self.optimizers)}"
             )
-        return torch.zeros((rows, field.width), dtype=TORCH_DTYPES[field.dtype])
+        return empty_rows(weight, field.width, TORCH_DTYPES[field.dtype])
 
     def _check_optimizer(self, name: str, optimizer: Optimizer, saved: Any) -> None:
         if not isinstance(saved, dict) or not {"param_groups", "state"} <= saved.keys():
@@ -449,6 +462,18 @@ class TrainingObjects:
         if tensor is None:
             raise ModelMismatch(f"{path} is {value.field} of table {value.table}, which the checkpoint lacks")
         return tensor if tuple(tensor.shape) == value.shape else tensor.view(value.shape)
+
+    def _distribute(self, thing: Any, state: Any) -> Any:
+        """The state of a module or an optimizer, with this rank's part of what it has only a part of."""
+        if isinstance(thing, nn.Module) and isinstance(state, dict):
+            live = thing.state_dict()
+            return {key: _cut(value, live.get(key)) for key, value in state.items()}
+        if isinstance(thing, Optimizer) and isinstance(state, dict) and "state" in state:
+            for index, parameter in _numbered(thing, state):
+                mine = state["state"].get(index, {})
+                if is_sharded(parameter) and isinstance(mine, dict):
+                    state["state"][index] = {key: _cut(value, parameter) for key, value in mine.items()}
+        return state
 
     def _load(self, name: str, thing: Any, state: Any, tree: dict[str, Any]) -> None:
         if isinstance(thing, nn.Module):
@@ -495,6 +520,13 @@ def find_in_backward(modules: Mapping[str, nn.Module], known: Iterable[Any]) -> 
                         number = sum(other.startswith(key) for other in found)
                         found[f"{key}{number or ''}"] = optimizer
     return found
+
+
+def _cut(value: Any, like: Any) -> Any:
+    """A tensor, distributed as one of the same shape is."""
+    if is_sharded(like) and type(value) is Tensor and value.shape == like.shape:
+        return cut(value, like)
+    return value
 
 
 def _holds(group: Mapping[str, Any], weight: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.checkpoint.format.dense import Array, map_tree, unsupported
 from holdfast.checkpoint.format.records import ELEMENT_BYTES, Field
+from holdfast.checkpoint.torch.sharded import ArrayPart, LocalCopy, is_sharded, local
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 
 TORCH_DTYPES = {
@@ -49,8 +51,8 @@ def row_field(name: str, tensor: Tensor) -> Field:
 
 def row_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """A tensor's memory as [rows, bytes], a view: writes to it change the tensor."""
-    rows = len(tensor)
-    view: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy().reshape(rows, -1)
+    width = tensor.itemsize * math.prod(tensor.shape[1:])
+    view: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy().reshape(-1, width)
     return view
 
 
@@ -68,7 +70,11 @@ def memory_key(tensor: Tensor) -> tuple[Any, ...] | None:
 
 def plain_leaf(value: Any, path: str) -> Any:
     """A copy of a tensor, array or shape as a tree may hold it; UnsupportedState for anything else."""
+    if isinstance(value, LocalCopy):
+        return ArrayPart.of(value.like, _array_of(value.copy, path), path)
     if isinstance(value, Tensor):
+        if is_sharded(value):
+            return ArrayPart.of(value, _array_of(local(value), path), path)
         return _array_of(value, path)
     if type(value) is np.ndarray or isinstance(value, np.generic):
         return Array.of(value) or unsupported(value, f"{path} (of type {value.dtype})")

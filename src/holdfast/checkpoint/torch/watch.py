@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.checkpoint.memory.tracker import Tracker
+from holdfast.checkpoint.torch.sharded import local, version
 from holdfast.checkpoint.torch.tables import LiveTable
 from holdfast.checkpoint.torch.unseen import why_unseen_rows_change
 from holdfast.kernels.ids import nonzero_rows
@@ -80,6 +81,8 @@ class _Watched:
     """The step in which that is due again."""
     steps: int = 0
     """That had gradients."""
+    first: int = 0
+    """Number in the whole table of the first row that is here."""
 
 
 @dataclass
@@ -140,6 +143,7 @@ class Watch:
                 known = _Watched(
                     table, all(sparse), self.version_of(table), by_gradient, self._last_version()
                 )
+            known.first = table.first
             self._tables[name] = known
             if self._others_look_up:
                 continue
@@ -166,7 +170,7 @@ class Watch:
         """Search the gradients of the last step, if they still exist, right before rows are taken."""
         tracker = self.tracker()
         for watched in self._tables.values():
-            gradient = watched.table.modules[0].weight.grad
+            gradient = watched.table.parameter.grad
             if not watched.searched and gradient is not None and self._tells(watched, gradient, tracker):
                 self._search(watched, gradient, tracker, _STEPPED)
 
@@ -260,7 +264,11 @@ class Watch:
                 tracker.suspect(name, late=WRITTEN)
             elif late is None and tracker.snapshot is not None:
                 tracker.snapshot.has_not_changed_unannounced([name])
-            if answers[key] is not None or (sparse and not gradient.is_sparse):
+            if (
+                answers[key] is not None
+                or (sparse and not gradient.is_sparse)
+                or getattr(gradient, "placements", None) != getattr(weight, "placements", None)
+            ):
                 tracker.suspect(name, late=late)
             elif gradient.is_sparse:
                 if gradient._nnz():  # NumPy would keep PyTorch from adding to one that is empty
@@ -271,7 +279,9 @@ class Watch:
                 watched.searched = False
                 dense.append((watched, gradient))
         if dense:
-            for (watched, gradient), odd in zip(dense, _odd_ones(dense, tracker), strict=True):
+            # If all of them are searched anyway, none is looked at before.
+            odd_ones = [True] * len(dense) if self._others_look_up else _odd_ones(dense, tracker)
+            for (watched, gradient), odd in zip(dense, odd_ones, strict=True):
                 known = watched.by_gradient or watched.to_search or not watched.looked_up
                 if known or odd or watched.steps >= watched.next_check:
                     self._search(watched, gradient, tracker, late)
@@ -279,7 +289,9 @@ class Watch:
     def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker, late: str | None) -> None:
         """Mark the rows of a dense gradient, and see whether lookups have told of all of them."""
         name = watched.table.name
-        rows = _rows_of(gradient)
+        rows = _rows_of(local(gradient))
+        if watched.first:
+            rows += watched.first
         if not watched.by_gradient and len(rows):
             watched.checks += watched.looked_up
             watched.next_check = watched.steps + (1 if watched.checks < FIRST_CHECKS else CHECK_EVERY)
@@ -294,7 +306,7 @@ class Watch:
     def _miss(self, watched: _Watched, rows: NDArray[np.int64], late: str | None) -> None:
         """Rows have gradients that were not looked up: so may have others before that nobody has seen."""
         name = watched.table.name
-        if len(rows) > 0.5 * len(watched.table.modules[0].weight):
+        if len(rows) > 0.5 * len(watched.table.parameter):
             self.tracker().suspect(name, late=late)  # noise, or NaN: all rows change, and no search is needed
         else:
             watched.by_gradient = True
@@ -330,21 +342,21 @@ class Watch:
         """The tables that a step changes: their parameter groups, what is known, weights and gradients."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for watched in self._tables.values():
-            weight = watched.table.modules[0].weight
+            weight = watched.table.parameter
             group, gradient = groups.get(id(weight)), weight.grad
             if group is not None and gradient is not None:
                 yield group, watched, weight, gradient
 
     def version_of(self, table: LiveTable) -> int:
         """PyTorch's version counters of the weights and their optimizer states, added up."""
-        weight = table.modules[0].weight
-        total = int(weight._version)
+        weight = table.parameter
+        total = version(weight)
         for optimizer in self._optimizers.values():
             state = optimizer.state.get(weight)
             if state:
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        total += value._version
+                        total += version(value)
         return total
 
 
@@ -389,6 +401,8 @@ def _rows_of(gradient: Tensor) -> NDArray[np.int64]:
 
     By their bits: what is subtracted from a weight of -0 is not the same for both kinds of 0.
     """
+    if not len(gradient):
+        return np.empty(0, np.int64)
     if gradient.is_contiguous() and gradient.device.type == "cpu":
         rows = np.empty(len(gradient), np.int64)
         count = nonzero_rows(gradient.data_ptr(), gradient.nbytes // max(len(gradient), 1), rows)
