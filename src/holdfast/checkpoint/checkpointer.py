@@ -560,13 +560,14 @@ class Checkpointer:
             objects.load_dense(mine.tree)
             return
         rank, size = (link.rank, link.world_size) if link is not None else (0, 1)
-        objects.load_dense(mine.tree, leave=objects.loaders, seed=[rank, size])
+        seed = [] if mine.had_one_rng else [rank, size]
+        objects.load_dense(mine.tree, leave=objects.loaders, seed=seed)
         if rank == 0:
             log.warning(
-                "the version was saved by %d ranks and is restored by %d: random states are seeded "
-                "anew, from the saved ones and the rank%s",
+                "the version was saved by %d ranks and is restored by %d: random states are %s%s",
                 mine.world_size, size,
-                f", and {some(objects.loaders)} begin anew" if objects.loaders else "",
+                "seeded anew, from the saved ones and the rank" if seed else "as saved, on all ranks",
+                f", and {some(objects.loaders)} stay where they are" if objects.loaders else "",
             )  # fmt: skip
             self.events.emit("checkpoint_ranks_changed", saved=mine.world_size, now=size)
 

@@ -38,18 +38,19 @@ ROWS, SMALL, DIM, BATCH = 301, 7, 4, 8
 class Model(nn.Module):
     """Two tables, a network, and noise: it draws random numbers in every step."""
 
-    def __init__(self, sparse: bool, bag: bool = True) -> None:
+    def __init__(self, sparse: bool, bag: bool = True, small: int = SMALL) -> None:
         super().__init__()
+        self.small = small
         self.users: nn.Module = nn.Embedding(ROWS, DIM)
         if bag:
             self.users = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=sparse)
-        self.items = nn.Embedding(SMALL, DIM, sparse=sparse)
+        self.items = nn.Embedding(small, DIM, sparse=sparse)
         self.top = nn.Sequential(nn.Linear(2 * DIM, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         looked_up = self.users(users)
         looked_up = looked_up.sum(1) if looked_up.dim() == 3 else looked_up
-        found: Tensor = self.top(torch.cat([looked_up, self.items(items)], 1))
+        found: Tensor = self.top(torch.cat([looked_up, self.items(items % self.small)], 1))
         return found.squeeze(1)
 
 
@@ -81,7 +82,7 @@ class Run:
     def __init__(self, order: dict[str, Any], rank: int, world_size: int) -> None:
         torch.manual_seed(7)
         kind = order.get("kind", "ddp")
-        self.model = Model(order.get("sparse", kind == "ddp"), bag=kind != "dtensor")
+        self.model = Model(order.get("sparse", kind == "ddp"), kind != "dtensor", order.get("small", SMALL))
         mesh = init_device_mesh("cpu", (world_size,)) if kind != "ddp" and world_size > 1 else None
         if mesh is not None and kind == "fsdp":
             fully_shard(self.model.users, mesh=mesh)

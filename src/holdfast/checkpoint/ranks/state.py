@@ -77,6 +77,8 @@ class StateOfRank:
     """Whether as many ranks saved it as restore it now."""
     shares: Mapping[str, Share]
     """The rows that the rank with this number saved, if it ``is_mine``."""
+    had_one_rng: bool = False
+    """Whether the random states of all ranks that saved it were the same."""
 
 
 def for_rank(tree: Any, rank: int, world_size: int, where: str) -> StateOfRank:
@@ -90,7 +92,8 @@ def for_rank(tree: Any, rank: int, world_size: int, where: str) -> StateOfRank:
             raise ValueError(f"{count} ranks, and the parts of {len(own)}")
         rest = {key: value for key, value in tree.items() if key != RANKS}
         if count != world_size:
-            return StateOfRank(rest, count, False, {})
+            same = all(other["rng"] == rest["rng"] for other in own[1:])
+            return StateOfRank(rest, count, False, {}, had_one_rng=same)
         mine = own[rank]
         if rank:
             rest["rng"] = mine["rng"]
