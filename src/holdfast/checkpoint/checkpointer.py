@@ -58,6 +58,7 @@ from holdfast.errors import (
     CorruptCheckpoint,
     HoldfastError,
     NoSuchVersion,
+    RankLost,
     SaveFailed,
     SaveVoid,
     StoreError,
@@ -156,7 +157,9 @@ class Checkpointer:
         # What is sharded has parts on all ranks.
         only = None if self._decides or self._objects.is_sharded else self._objects.apart
         finish = None if self._ranks is None else self._ranks.part_of(self._objects)
-        self._source = TrainingSource(self._objects, self._watch, compared, self.events, only, finish)
+        self._source = TrainingSource(
+            self._objects, self._watch, compared, self.events, only, finish, self._note_witness
+        )
         self._read_ahead = ReadAhead(self._objects.objects, self.events)
         # Who forgets to close it gets what is under way written all the same, and the lock freed.
         self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, self._pid)
@@ -201,11 +204,19 @@ class Checkpointer:
             self._collect(step)
             return None
         whole = self.policy.prioritize is None
-        with agreement.meeting("step", step) as order:
-            self._collect(step)
-            if order is None and not self._schedule.is_due(step, time.monotonic()):
-                return None
-            return self._save_ordered(order, step, metadata, whole=whole)
+        try:
+            with agreement.meeting("step", step) as order:
+                self._collect(step)
+                if order is None and not self._schedule.is_due(step, time.monotonic()):
+                    return None
+                return self._save_ordered(order, step, metadata, whole=whole)
+        except RankLost:
+            self._collect(step)  # it may have ended because of the save that this raises the error of
+            raise
+
+    def _note_witness(self) -> None:
+        if self._ranks is not None:
+            self._ranks.note_witness(self._objects, self._watch.sample)
 
     def _save_ordered(
         self, order: Order | None, step: int, metadata: dict[str, Any] | None, *, whole: bool

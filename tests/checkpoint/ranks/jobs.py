@@ -58,6 +58,8 @@ class Jobs:
         pids: dict[int, int] = {}
         for rank in range(world_size):
             own = {**order, "rank": rank, "world_size": world_size}
+            if rank == 1:
+                own |= order.get("of_rank_1", {})
             self._order.write(json.dumps(own) + "\n")
         self._order.flush()
         said: list[dict[str, Any]] = []

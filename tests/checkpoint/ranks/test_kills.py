@@ -22,7 +22,7 @@ POINTS = {
     "tidying": (0, 1),
 }
 ALL = [(point, rank) for point, ranks in POINTS.items() for rank in ranks]
-SLICE = [("before-files", 1), ("before-manifest", 0)]
+SLICE = [("after-files", 1)]
 EXISTS_AFTER = {"reported", "after-manifest", "verdict", "tidying"}
 
 

@@ -60,7 +60,8 @@ def test_every_version_is_that_of_one_process(
         assert verify_versions(store).good
 
 
-@pytest.mark.parametrize("kind", ["ddp-sparse", pytest.param("fsdp", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ddp-sparse", "fsdp"])
 def test_quantized(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     """In 8 bits, whoever restores a version gets the same rows, and they are close to what was trained."""
     order = KINDS[kind]
@@ -72,6 +73,7 @@ def test_quantized(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     assert found != {saved[2]["digests"]["shared"]}, "it was not quantized"
 
 
+@pytest.mark.soak
 def test_a_version_of_ranks_is_exported(jobs: Jobs, tmp_path: Path) -> None:
     order = KINDS["ddp-sparse"]
     jobs.run(tmp_path, 2, steps=7, **order).all_ended_well()

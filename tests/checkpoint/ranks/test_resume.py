@@ -14,7 +14,9 @@ def ends(job: Outcome, world_size: int) -> list[Any]:
     return [job.one(rank, "trained")["digests"] for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    "sparse", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["sparse", "dense"]
+)
 def test_two_ranks_go_on_bit_for_bit_after_sigkill(jobs: Jobs, tmp_path: Path, sparse: bool) -> None:
     straight = jobs.run(tmp_path / "a", 2, steps=16, sparse=sparse).all_ended_well()
     killed = jobs.run(tmp_path / "b", 2, steps=16, sparse=sparse, kill_after=9)

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast as hf
 from holdfast.checkpoint.format.chunk import checksum
 from holdfast.checkpoint.store.local import LocalStore
+from holdfast.errors import StoreFull
 from tests.checkpoint.test_checkpointer import STRATEGIES
 
 Say = Callable[..., None]
@@ -83,7 +84,8 @@ class Run:
         torch.manual_seed(7)
         kind = order.get("kind", "ddp")
         self.model = Model(order.get("sparse", kind == "ddp"), kind != "dtensor", order.get("small", SMALL))
-        mesh = init_device_mesh("cpu", (world_size,)) if kind != "ddp" and world_size > 1 else None
+        sharded = kind in ("fsdp", "dtensor") and world_size > 1
+        mesh = init_device_mesh("cpu", (world_size,)) if sharded else None
         if mesh is not None and kind == "fsdp":
             fully_shard(self.model.users, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
@@ -91,9 +93,13 @@ class Run:
             style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
             parallelize_module(self.model.users, mesh, style)
             rank = 0  # all ranks train the same batches
+        if kind == "max-norm":
+            self.model.items.max_norm = 1.0
         tables = [*self.model.users.parameters(), *self.model.items.parameters()]
         self.trained: nn.Module = self.model
-        if kind == "ddp" and world_size > 1:
+        if kind == "forgotten":  # to wrap it
+            sharded = True
+        if not sharded and world_size > 1:
             self.trained = DistributedDataParallel(self.model)
         dense = list(self.model.top.parameters())
         choices: dict[str, Callable[[], list[torch.optim.Optimizer]]] = {
@@ -186,6 +192,8 @@ def die_at(point: str, version: int) -> None:
         wrapped(Catalog, "commit_version", lambda self, v, *_: v.version == version, after=True)
     elif point == "verdict":
         wrapped(Leader, "commit", lambda self, new, *_: new.number == version, after=True)
+    elif point == "full":
+        wrapped(LocalStore, "put", lambda self, name, parts: name.startswith(mine) and _no_space())
     elif point == "tidying":
         wrapped(Leader, "replace_all", lambda self, number, *_: number == version)
         wrapped(Follower, "replace_all", lambda self, number, *_: number == version)
@@ -193,11 +201,26 @@ def die_at(point: str, version: int) -> None:
         raise AssertionError(point)
 
 
+def _no_space() -> bool:
+    raise StoreFull("there is no space left")
+
+
 def policy_of(order: dict[str, Any]) -> hf.Policy:
     values = dict(order.get("policy", {}))
     if isinstance(values.get("strategy"), int):
         values["strategy"] = STRATEGIES[values["strategy"]]
     return hf.Policy(**{"every_steps": 3, "every_seconds": None, **values})
+
+
+def slow_down(seconds: float) -> None:
+    """Let every file take so long."""
+    real = LocalStore.put
+
+    def put(self: LocalStore, name: str, parts: Any) -> int:
+        time.sleep(seconds)
+        return real(self, name, parts)
+
+    LocalStore.put = put  # type: ignore[method-assign]
 
 
 def train(order: dict[str, Any], say: Say) -> None:
@@ -208,6 +231,8 @@ def train(order: dict[str, Any], say: Say) -> None:
     if "die" in order and order["die"]["rank"] == rank:
         die_at(order["die"]["point"], order["die"]["version"])
     timeout = order.get("timeout", 20.0)
+    if "slow" in order:
+        slow_down(order["slow"])
     with hf.Checkpointer(order["path"], run.objects, policy, rank_timeout_seconds=timeout) as ckpt:
         begun = ckpt.restore(order.get("version"))
         said = run.digests()
@@ -215,10 +240,17 @@ def train(order: dict[str, Any], say: Say) -> None:
         batches = iter(run.loader)
         for step in range(begun, order["steps"]):
             run.train(next(batches))
-            version = ckpt.step(step)
-            if version is not None:
-                if order.get("wait"):
+            time.sleep(order.get("pause", 0.0))
+            try:
+                version = ckpt.save(step) if order.get("save_at") == step else ckpt.step(step)
+                if version is not None and order.get("wait"):
                     ckpt.wait()
+            except hf.SaveFailed as error:
+                if not order.get("goes_on"):
+                    raise
+                version = None
+                say("failed", kind=type(error).__name__, error=str(error))
+            if version is not None:
                 say("saved", version=version, step=step, digests=run.digests())
             if order.get("kill_after") == step:
                 ckpt.wait()

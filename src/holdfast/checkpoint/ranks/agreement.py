@@ -154,7 +154,7 @@ class Agreement:
     def _announce(self, version: int, baseline: bool, tables: str) -> None:
         call, step = self._call
         next_step = self._next_meeting(step, saved=True)
-        self._post(Order(call, step, version, baseline, True, tables, next_step))
+        self._post(Order(call, step, version, baseline, tables, next_step))
 
     def _post(self, order: Order) -> None:
         assert isinstance(self._publisher, Leader)

@@ -17,6 +17,8 @@ def link_of(process_group: Any, silent_seconds: float) -> Link | None:
     Raises:
         ConfigError: this is one process of several that have no process group.
     """
+    if not silent_seconds > 0:
+        raise ConfigError(f"rank_timeout_seconds is {silent_seconds!r}: expected a number above 0")
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
             raise ConfigError("process_group was given, but torch.distributed is not initialized")

@@ -55,7 +55,6 @@ class Order(Struct):
     version: int = 0
     """The number of the version to save; 0: none."""
     baseline: bool = False
-    whole: bool = True
     tables: str = ""
     """Fingerprint of the tables as rank 0 has them."""
     next_step: int | None = None
@@ -69,6 +68,8 @@ class Report(Struct):
     own: bytes = b""
     """The encoded tree of what only this rank has."""
     unverified: dict[int, str] = {}
+    witness: str = ""
+    """Of what all ranks should have alike."""
     error: str = ""
     kind: str = ""
     needs_baseline: bool = False
@@ -132,6 +133,7 @@ class Leader(Publisher):
         announce: brings a version that is begun, whether it is a baseline, and its tables' fingerprint to the
             other ranks.
         version: that was entered last.
+        witness: of what all ranks should have alike, in the version that was begun.
     """
 
     is_alone = False
@@ -141,6 +143,7 @@ class Leader(Publisher):
         self.announce: Callable[[int, bool, str], None] = lambda version, baseline, tables: None
         self._link = link
         self._begun = self.version = 0
+        self.witness = ""
         self._live_bytes: dict[int, int] = {}
         self._reports: tuple[int, list[Report]] = 0, []
         self._said: set[str] = set()
@@ -162,7 +165,7 @@ class Leader(Publisher):
         """Take over the store; then the others may write, too."""
         self.catalog.take_over()
         self.version = version
-        self._say(f"go/{version}", b"yes")
+        self._post(f"go/{version}", b"yes")
 
     def reports(self, version: int) -> list[Report]:
         """What the others have written for a version; raises the error of a rank that could not."""
@@ -197,6 +200,7 @@ class Leader(Publisher):
         """One manifest over the files of all ranks, which are durable by now."""
         reports = self.reports(new.number)
         self._check_shared(reports)
+        self._check_alike(reports)
         flags = {number: why for report in reports for number, why in report.unverified.items()}
         version = super().commit(
             new,
@@ -208,7 +212,7 @@ class Leader(Publisher):
             unverified={**flags, **unverified},
         )
         kept = self.catalog.versions_from(version.era)
-        self._say(f"verdict/{new.number}", _encode(Verdict(version, kept)))
+        self._post(f"verdict/{new.number}", _encode(Verdict(version, kept)))
         return version
 
     def _check_shared(self, reports: Sequence[Report]) -> None:
@@ -225,11 +229,20 @@ class Leader(Publisher):
                 )
         self._is_shared = True
 
+    def _check_alike(self, reports: Sequence[Report]) -> None:
+        """Raise CheckpointError if a rank has trained another model: each saves a share of the rows."""
+        for rank, report in enumerate(reports, 1):
+            if report.witness != self.witness:
+                raise CheckpointError(
+                    f"rank {rank} has other weights than rank 0, or got other gradients: wrap the model in "
+                    "DistributedDataParallel, or average gradients and change weights on all ranks alike"
+                )
+
     def failed(self, version: int, error: BaseException) -> None:
         """Tell the others, unless none of them has heard of the version."""
         if version == self._begun:
-            self._say(f"verdict/{version}", _encode(Verdict(None, [], message_of(error), kind_of(error))))
-            self._say(f"go/{version}", b"no")
+            self._post(f"verdict/{version}", _encode(Verdict(None, [], message_of(error), kind_of(error))))
+            self._post(f"go/{version}", b"no")
 
     def replace_all(self, version: int, change: FileChange | None, live_bytes: int) -> None:
         """One manifest over what all ranks have rearranged, if any has."""
@@ -245,15 +258,15 @@ class Leader(Publisher):
                 changes.append(tidied.change)
         if changes:
             self.replace(changes)
-        self._say(f"tidied/{version}", b"")
+        self._post(f"tidied/{version}", b"")
         if changes and change is None:
             self.catalog.free_replaced()
 
     def tidying_failed(self, version: int, error: BaseException) -> None:
         """Then no rank's files are rearranged."""
-        self._say(f"tidied/{version}", message_of(error).encode() or b"it failed")
+        self._post(f"tidied/{version}", message_of(error).encode() or b"it failed")
 
-    def _say(self, key: str, message: bytes) -> None:
+    def _post(self, key: str, message: bytes) -> None:
         """Once: whoever has read it acts upon it."""
         if key not in self._said:
             self._said.add(key)
@@ -266,6 +279,7 @@ class Follower(Publisher):
 
     Attributes:
         order: the last one.
+        witness: of what all ranks should have alike, in the version that was begun.
     """
 
     is_alone = False
@@ -275,6 +289,7 @@ class Follower(Publisher):
         super().__init__(catalog)
         self.shard = link.rank
         self.order = Order("", 0)
+        self.witness = ""
         self._link = link
         self._said: set[str] = set()
 
@@ -310,7 +325,7 @@ class Follower(Publisher):
         self.catalog.store.sync()  # rank 0 syncs its own files alone
         check()
         flags = {**self.catalog.flags, **unverified}
-        self._report(new.number, Report(changes[0], b"".join(map(bytes, dense_parts)), flags))
+        self._report(new.number, Report(changes[0], b"".join(map(bytes, dense_parts)), flags, self.witness))
         version = self._verdict(new.number)
         for flagged in flags:
             self.catalog.flags.pop(flagged, None)
@@ -328,7 +343,8 @@ class Follower(Publisher):
 
     def replace_all(self, version: int, change: FileChange | None, live_bytes: int) -> None:
         """Report what was rearranged, and wait until it counts."""
-        self._say(f"tidy/{version}/{self._link.rank}", _encode(Tidied(change, live_bytes)))
+        self.catalog.store.sync()
+        self._post(f"tidy/{version}/{self._link.rank}", _encode(Tidied(change, live_bytes)))
         error = self._link.hear(f"tidied/{version}", 0).decode()
         if error:
             raise CheckpointError(f"rank 0: {error}")
@@ -337,7 +353,7 @@ class Follower(Publisher):
         """Tell rank 0, which goes on without this rank's part."""
         damaged = isinstance(error, CorruptCheckpoint | ObjectMissing)
         message = Tidied(is_damaged=damaged, error=message_of(error))
-        self._say(f"tidy/{version}/{self._link.rank}", _encode(message))
+        self._post(f"tidy/{version}/{self._link.rank}", _encode(message))
 
     def _verdict(self, version: int) -> Version:
         verdict = msgspec.msgpack.decode(self._link.hear(f"verdict/{version}", 0), type=Verdict)
@@ -347,9 +363,9 @@ class Follower(Publisher):
         return verdict.version
 
     def _report(self, version: int, report: Report) -> None:
-        self._say(f"report/{version}/{self._link.rank}", _encode(report))
+        self._post(f"report/{version}/{self._link.rank}", _encode(report))
 
-    def _say(self, key: str, message: bytes) -> None:
+    def _post(self, key: str, message: bytes) -> None:
         if key not in self._said:
             self._said.add(key)
             self._link.post(key, message)

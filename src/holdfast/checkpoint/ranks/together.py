@@ -99,6 +99,10 @@ class Together:
         self.agreement = Agreement(self.link, self.publisher, self._policy, self._schedule)
         return self.publisher
 
+    def note_witness(self, objects: TrainingObjects, rows_of: Callable[[str], list[int]]) -> None:
+        """Sample what all ranks should have alike, as a version has it."""
+        self.publisher.witness = objects.sample(rows_of)
+
     def part_of(self, objects: TrainingObjects) -> Callable[[dict[str, Any]], Any]:
         """What a save makes of this rank's dense state: the version's, or this rank's own part of it."""
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from holdfast.checkpoint.format.chunk import checksum
 from holdfast.checkpoint.format.dense import TablePlace, map_tree
 from holdfast.checkpoint.format.records import WEIGHT, Field, Group, make_groups
 from holdfast.checkpoint.memory.live import LiveTables
@@ -82,7 +83,7 @@ class TrainingObjects:
     ) -> None:
         check_objects(objects)
         self._kind_of, self._share_of = kind_of, share_of
-        objects = {name: bare(thing) for name, thing in objects.items()}
+        objects = {name: bare(o, is_rank=share_of is not None) for name, o in objects.items()}
         self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
         self._in_backward = find_in_backward(self._modules, known=objects.values())
         self.objects = dict(objects) | self._in_backward
@@ -227,6 +228,20 @@ class TrainingObjects:
             }
 
         return tree
+
+    def sample(self, rows_of: Callable[[str], Sequence[int]]) -> str:
+        """A checksum of a few weights that every rank has completely: parameters, and rows of tables."""
+        tables = {id(table.parameter): name for name, table in self.tables.items()}
+        sampled: list[Any] = []
+        for module in self._modules.values():
+            plain = [p for p in module.parameters() if p.device.type == "cpu" and not is_sharded(p)]
+            dense = [p for p in plain if id(p) not in tables and p.requires_grad]
+            for parameter in dense[:: max(1, len(dense) // _SAMPLED)]:
+                sampled.append(parameter.detach().reshape(-1)[:_SAMPLED])
+            for name in {tables[id(p)]: None for p in plain if id(p) in tables}:
+                rows = [row for row in rows_of(name) if row < len(self.tables[name].parameter)]
+                sampled += [torch.tensor(rows), self.tables[name].parameter.detach()[rows]]
+        return checksum(*(t.contiguous().view(torch.uint8).numpy() for t in sampled if t.numel()))
 
     # Restoring
 
@@ -492,13 +507,22 @@ class TrainingObjects:
                 thing.state_dict()
 
 
-def bare(thing: Any) -> Any:
-    """The model in the wrapper of ``DistributedDataParallel``, whose names are those of any model."""
-    while isinstance(thing, nn.parallel.DistributedDataParallel):
-        thing = thing.module
-    return thing
+def bare(thing: Any, *, is_rank: bool) -> Any:
+    """The model in the wrapper of ``DistributedDataParallel``, whose names are those of any model.
+
+    In ranks also the one that ``torch.compile`` has wrapped. One process saves that under the names of the
+    wrapper, as it always has.
+    """
+    while True:
+        if isinstance(thing, nn.parallel.DistributedDataParallel):
+            thing, is_rank = thing.module, True
+        elif is_rank and type(thing).__name__ == "OptimizedModule":
+            thing = thing._orig_mod
+        else:
+            return thing
 
 
+_SAMPLED = 8
 _BACKWARD = ":backward"
 _IN_BACKWARD = "_in_backward_optimizers"
 

@@ -42,6 +42,7 @@ log = logging.getLogger("holdfast.checkpoint")
 
 FIRST_CHECKS = 2
 CHECK_EVERY = 64
+SAMPLED = 4
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NOT_FINITE = {
     torch.float64: 0x7FF << 52, torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00,
@@ -83,6 +84,8 @@ class _Watched:
     """That had gradients."""
     first: int = 0
     """Number in the whole table of the first row that is here."""
+    sample: Sequence[int] | NDArray[np.int64] = range(SAMPLED)
+    """Some rows that a step has changed, or the first ones."""
 
 
 @dataclass
@@ -221,6 +224,10 @@ class Watch:
             if table in (None, name):
                 watched.version = self.version_of(watched.table)
 
+    def sample(self, table: str) -> list[int]:
+        """Some rows of a table: those that the last step has changed, if it was seen which."""
+        return [int(row) for row in self._tables[table].sample]
+
     def distrust(self, table: str) -> None:
         """Stop relying on lookups for a table: its rows have changed unreported."""
         self._tables[table].by_digest = True
@@ -273,6 +280,8 @@ class Watch:
             elif gradient.is_sparse:
                 if gradient._nnz():  # NumPy would keep PyTorch from adding to one that is empty
                     rows = gradient._indices().numpy()[0]
+                    if self._others_look_up:
+                        watched.sample = rows[:SAMPLED].copy()
                     # It counts as its lookup has.
                     tracker.mark(name, rows, counts=self._others_look_up, late=late)
             elif not tracker.is_suspect(name):
@@ -299,6 +308,7 @@ class Watch:
                 watched.complete = self._last_version()
             elif watched.saves < 2:  # else they may have been looked up before the last save but one
                 self._miss(watched, rows, late)
+        watched.sample = rows[:SAMPLED]
         tracker.mark(name, rows, counts=watched.by_gradient, late=late)
         watched.to_search = False
         watched.searched = True
