@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -157,9 +157,9 @@ class Checkpointer:
         # What is sharded has parts on all ranks.
         only = None if self._decides or self._objects.is_sharded else self._objects.apart
         finish = None if self._ranks is None else self._ranks.part_of(self._objects)
-        self._source = TrainingSource(
-            self._objects, self._watch, compared, self.events, only, finish, self._note_witness
-        )
+        self._source = TrainingSource(self._objects, self._watch, compared, self.events, only, finish)
+        if self._ranks is not None:  # not with a method of ours: whoever forgets us has us closed at once
+            self._source.on_capture = partial(self._ranks.note_witness, self._objects, self._watch.sample)
         self._read_ahead = ReadAhead(self._objects.objects, self.events)
         # Who forgets to close it gets what is under way written all the same, and the lock freed.
         self._closing = weakref.finalize(self, _close_forgotten, self._writer, self._cleanup, self._pid)
@@ -213,10 +213,6 @@ class Checkpointer:
         except RankLost:
             self._collect(step)  # it may have ended because of the save that this raises the error of
             raise
-
-    def _note_witness(self) -> None:
-        if self._ranks is not None:
-            self._ranks.note_witness(self._objects, self._watch.sample)
 
     def _save_ordered(
         self, order: Order | None, step: int, metadata: dict[str, Any] | None, *, whole: bool

@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 _numbers = itertools.count()
+
+
+def free_port() -> int:
+    """A port that nobody uses; somebody might until it is bound, which a job would notice."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 class Outcome:
@@ -50,11 +58,17 @@ class Jobs:
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def run(self, folder: Path, world_size: int, *, most_seconds: float = 120.0, **order: Any) -> Outcome:
-        """Run a job to its end; ranks that have not ended by then are killed, and the test fails."""
+    def run(
+        self, folder: Path, world_size: int, *, most_seconds: float = 120.0, tcp: bool = False, **order: Any
+    ) -> Outcome:
+        """Run a job to its end; ranks that have not ended by then are killed, and the test fails.
+
+        With ``tcp``, rank 0 has the store of the process group; otherwise it is a file.
+        """
         folder.mkdir(exist_ok=True)
         meeting = folder / f"meeting-{next(_numbers)}"
-        order = {"path": str(folder / "store"), "init_method": f"file://{meeting}", **order}
+        where = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{meeting}"
+        order = {"path": str(folder / "store"), "init_method": where, **order}
         pids: dict[int, int] = {}
         for rank in range(world_size):
             own = {**order, "rank": rank, "world_size": world_size}

@@ -42,7 +42,21 @@ def test_a_killed_rank_costs_one_version_at_most(jobs: Jobs, tmp_path: Path, poi
         versions = [v.version for v in read_newest(store).versions]
         assert versions == ([1, 2, 3] if point in EXISTS_AFTER else [1, 2])
         assert verify_versions(store).good
-    resumed = jobs.run(tmp_path / "b", 2, steps=14).all_ended_well()
+    resumed = jobs.run(tmp_path / "b", 2, steps=14, tcp=True).all_ended_well()
     for one in (0, 1):
         assert resumed.one(one, "restored")["step"] == 3 * len(versions)
         assert resumed.one(one, "trained")["digests"] == straight.one(one, "trained")["digests"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_that_may_have_the_process_groups_store(jobs: Jobs, tmp_path: Path, rank: int) -> None:
+    """If rank 0 has it, its death is noticed at once; the time-out here would be too long."""
+    die = {"rank": rank, "version": 2, "point": "after-files"}
+    timeout = 600.0 if rank == 0 else 3.0
+    killed = jobs.run(tmp_path, 2, steps=14, die=die, timeout=timeout, wait=True, tcp=True, most_seconds=60)
+    assert killed.codes == {rank: -9, 1 - rank: 1}
+    with open_store(str(tmp_path / "store"), create=False) as store:
+        assert [v.version for v in read_newest(store).versions] == [1]
+    resumed = jobs.run(tmp_path, 2, steps=14, tcp=True).all_ended_well()
+    assert resumed.one(0, "restored")["step"] == 3

@@ -61,6 +61,33 @@ def test_every_version_is_that_of_one_process(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ddp-sparse", "ddp-dense", "fsdp"])
+def test_rows_that_are_read_while_training_goes_on(jobs: Jobs, tmp_path: Path, kind: str) -> None:
+    """Baselines are not copied: each rank keeps the rows of its share as they were."""
+    order = {**KINDS[kind], "frozen": True, "slow": 0.05}
+    policy = {"strategy": "full", "every_steps": 3, "max_memory": 1 << 26}
+    saved = jobs.run(tmp_path, 2, steps=13, policy=policy, **order).all_ended_well().of(0, "saved")
+    assert len(saved) == 4
+    for one in saved:
+        assert restored_alone(tmp_path, order, one["version"]) == one["digests"]["shared"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("prioritize", ["mfu", "ssu", "scar"])
+def test_prioritized_saves(jobs: Jobs, tmp_path: Path, prioritize: str) -> None:
+    """They hold a part of the rows; the last one holds all, and so does one that is asked for."""
+    policy = {"strategy": "incremental", "every_steps": 8, "prioritize": prioritize, "fraction": 0.25}
+    job = jobs.run(tmp_path, 2, steps=21, policy=policy).all_ended_well()
+    rows = job.one(0, "trained")["rows"]
+    assert len(rows) == 11
+    assert rows == job.one(1, "trained")["rows"]
+    assert max(rows[1:]) < rows[0]
+    resumed = jobs.run(tmp_path, 2, steps=21, policy=policy).all_ended_well()
+    for rank in (0, 1):
+        assert resumed.one(rank, "restored")["digests"] == job.one(rank, "trained")["digests"]
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["ddp-sparse", "fsdp"])
 def test_quantized(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     """In 8 bits, whoever restores a version gets the same rows, and they are close to what was trained."""

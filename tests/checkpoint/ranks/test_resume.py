@@ -10,6 +10,10 @@ import pytest
 from tests.checkpoint.ranks.jobs import Jobs, Outcome
 
 
+def soak(*arguments: Any) -> Any:
+    return pytest.param(*arguments, marks=pytest.mark.soak)
+
+
 def ends(job: Outcome, world_size: int) -> list[Any]:
     return [job.one(rank, "trained")["digests"] for rank in range(world_size)]
 
@@ -27,12 +31,16 @@ def test_two_ranks_go_on_bit_for_bit_after_sigkill(jobs: Jobs, tmp_path: Path, s
     assert ends(resumed, 2) == ends(straight, 2)
 
 
-def test_other_numbers_of_ranks(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("ddp", [2, 1, 2]), *(soak(kind, [2, 3, 2, 1, 3]) for kind in ("ddp", "fsdp", "dtensor"))],
+)
+def test_other_numbers_of_ranks(jobs: Jobs, tmp_path: Path, kind: str, ranks: list[int]) -> None:
     """Tables, optimizers and the network are the same whoever restores them."""
-    ranks = [2, 1, 2]
     last, steps = "", 0
     for number, world_size in enumerate(ranks):
-        job = jobs.run(tmp_path, world_size, steps=steps + 5).all_ended_well()
+        order: dict[str, Any] = {"kind": kind, "dropout": 0.0 if kind == "dtensor" else 0.2}
+        job = jobs.run(tmp_path, world_size, steps=steps + 5, **order).all_ended_well()
         for rank in range(world_size):
             restored = job.one(rank, "restored")
             assert restored["step"] == steps

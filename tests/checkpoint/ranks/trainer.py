@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
 from holdfast.checkpoint.format.chunk import checksum
+from holdfast.checkpoint.memory import copy_on_write
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import StoreFull
 from tests.checkpoint.test_checkpointer import STRATEGIES
@@ -39,14 +40,14 @@ ROWS, SMALL, DIM, BATCH = 301, 7, 4, 8
 class Model(nn.Module):
     """Two tables, a network, and noise: it draws random numbers in every step."""
 
-    def __init__(self, sparse: bool, bag: bool = True, small: int = SMALL) -> None:
+    def __init__(self, sparse: bool, bag: bool, small: int, dropout: float) -> None:
         super().__init__()
         self.small = small
         self.users: nn.Module = nn.Embedding(ROWS, DIM)
         if bag:
             self.users = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=sparse)
         self.items = nn.Embedding(small, DIM, sparse=sparse)
-        self.top = nn.Sequential(nn.Linear(2 * DIM, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.top = nn.Sequential(nn.Linear(2 * DIM, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 1))
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         looked_up = self.users(users)
@@ -83,7 +84,12 @@ class Run:
     def __init__(self, order: dict[str, Any], rank: int, world_size: int) -> None:
         torch.manual_seed(7)
         kind = order.get("kind", "ddp")
-        self.model = Model(order.get("sparse", kind == "ddp"), kind != "dtensor", order.get("small", SMALL))
+        self.model = Model(
+            order.get("sparse", kind == "ddp"),
+            kind != "dtensor",
+            order.get("small", SMALL),
+            order.get("dropout", 0.2),
+        )
         sharded = kind in ("fsdp", "dtensor") and world_size > 1
         mesh = init_device_mesh("cpu", (world_size,)) if sharded else None
         if mesh is not None and kind == "fsdp":
@@ -231,6 +237,8 @@ def train(order: dict[str, Any], say: Say) -> None:
     if "die" in order and order["die"]["rank"] == rank:
         die_at(order["die"]["point"], order["die"]["version"])
     timeout = order.get("timeout", 20.0)
+    if order.get("frozen"):
+        copy_on_write.COPIED_BYTES = 0  # even small tables are read while training goes on
     if "slow" in order:
         slow_down(order["slow"])
     with hf.Checkpointer(order["path"], run.objects, policy, rank_timeout_seconds=timeout) as ckpt:

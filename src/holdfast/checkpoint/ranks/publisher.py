@@ -124,6 +124,25 @@ def fingerprint(groups: Sequence[Group]) -> str:
 
 
 _encode = msgspec.msgpack.encode
+_MOST_SAID = 64
+
+
+class _Once:
+    """Posts the first message under each key: whoever has read it acts upon it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._said: dict[str, None] = {}
+
+    def __call__(self, key: str, message: bytes) -> bool:
+        """Post, unless something was; whether this was the first."""
+        if key in self._said:
+            return False
+        self._said[key] = None
+        self._link.post(key, message)
+        for old in list(self._said)[:-_MOST_SAID]:
+            del self._said[old]
+        return True
 
 
 class Leader(Publisher):
@@ -146,7 +165,7 @@ class Leader(Publisher):
         self.witness = ""
         self._live_bytes: dict[int, int] = {}
         self._reports: tuple[int, list[Report]] = 0, []
-        self._said: set[str] = set()
+        self._once = _Once(link)
         self._is_shared = False
         self._spent: tuple[list[str], list[str]] = [], []
 
@@ -267,10 +286,7 @@ class Leader(Publisher):
         self._post(f"tidied/{version}", message_of(error).encode() or b"it failed")
 
     def _post(self, key: str, message: bytes) -> None:
-        """Once: whoever has read it acts upon it."""
-        if key not in self._said:
-            self._said.add(key)
-            self._link.post(key, message)
+        if self._once(key, message):
             self.note_spent([key])
 
 
@@ -291,7 +307,7 @@ class Follower(Publisher):
         self.order = Order("", 0)
         self.witness = ""
         self._link = link
-        self._said: set[str] = set()
+        self._once = _Once(link)
 
     def begin(self, version: int, groups: Sequence[Group], live_bytes: int) -> bool:
         """What rank 0 has decided."""
@@ -344,7 +360,7 @@ class Follower(Publisher):
     def replace_all(self, version: int, change: FileChange | None, live_bytes: int) -> None:
         """Report what was rearranged, and wait until it counts."""
         self.catalog.store.sync()
-        self._post(f"tidy/{version}/{self._link.rank}", _encode(Tidied(change, live_bytes)))
+        self._once(f"tidy/{version}/{self._link.rank}", _encode(Tidied(change, live_bytes)))
         error = self._link.hear(f"tidied/{version}", 0).decode()
         if error:
             raise CheckpointError(f"rank 0: {error}")
@@ -353,7 +369,7 @@ class Follower(Publisher):
         """Tell rank 0, which goes on without this rank's part."""
         damaged = isinstance(error, CorruptCheckpoint | ObjectMissing)
         message = Tidied(is_damaged=damaged, error=message_of(error))
-        self._post(f"tidy/{version}/{self._link.rank}", _encode(message))
+        self._once(f"tidy/{version}/{self._link.rank}", _encode(message))
 
     def _verdict(self, version: int) -> Version:
         verdict = msgspec.msgpack.decode(self._link.hear(f"verdict/{version}", 0), type=Verdict)
@@ -363,12 +379,7 @@ class Follower(Publisher):
         return verdict.version
 
     def _report(self, version: int, report: Report) -> None:
-        self._post(f"report/{version}/{self._link.rank}", _encode(report))
-
-    def _post(self, key: str, message: bytes) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self._link.post(key, message)
+        self._once(f"report/{version}/{self._link.rank}", _encode(report))
 
 
 class FollowingCatalog(Catalog):

@@ -50,6 +50,8 @@ class TrainingSource:
         events: hears how each table is tracked.
         only: names the objects to copy; by default all.
         finish: what to make of the copied tree before it is written, in the background.
+
+    Attributes:
         on_capture: called at each capture.
     """
 
@@ -61,9 +63,9 @@ class TrainingSource:
         events: EventLog,
         only: Collection[str] | None = None,
         finish: Callable[[dict[str, Any]], Any] | None = None,
-        on_capture: Callable[[], None] = lambda: None,
     ) -> None:
-        self._only, self._finish, self._on_capture = only, finish, on_capture
+        self.on_capture: Callable[[], None] = lambda: None
+        self._only, self._finish = only, finish
         self._objects = objects
         self._watch = watch
         self._compared = compared
@@ -98,7 +100,7 @@ class TrainingSource:
     def capture(self) -> CapturedTree | EncodedTree:
         """Copy everything that is not rows."""
         tree = self._objects.capture(dict(self._tracking), self._only)
-        self._on_capture()
+        self.on_capture()
         finish = self._finish
         if finish is not None:
             if not self._captured_before:
