@@ -330,26 +330,30 @@ class Checkpointer:
 
     def _restore_together(self, ranks: Together, version: int | None) -> int:
         agreement, problems = ranks.agreement, []
-        with agreement.meeting("restore", version or 0):
-            self.wait()
-            if ranks.leads:
-                with agreement.leading_restore():
-                    candidates, manifest = self._candidates(version)
+        try:
+            with agreement.meeting("restore", version or 0):
+                if ranks.leads:
+                    with agreement.leading_restore():
+                        self.wait()
+                        candidates, manifest = self._candidates(version)
 
-                    def note(damaged: Version, error: HoldfastError) -> None:
-                        raise_if_unreachable(self.store, error)
-                        problems.append(self._note_damage(damaged, error))
-                        if version is not None:
-                            raise error
+                        def note(damaged: Version, error: HoldfastError) -> None:
+                            raise_if_unreachable(self.store, error)
+                            problems.append(self._note_damage(damaged, error))
+                            if version is not None:
+                                raise error
 
-                    restored, continues = agreement.lead_restore(candidates, manifest, self._attempt, note)
-                    if restored is None and candidates:
-                        raise self._nothing_restored(problems)
-                if restored is not None and version is None:
-                    self._say_unverified(restored, manifest)
-            else:
-                restored, continues = agreement.follow_restore(self.store, self._attempt)
-        agreement.begin_at_once()
+                        restored, continues = agreement.lead_restore(
+                            candidates, manifest, self._attempt, note
+                        )
+                        if restored is None and candidates:
+                            raise self._nothing_restored(problems)
+                    if restored is not None and version is None:
+                        self._say_unverified(restored, manifest)
+                else:
+                    restored, continues = agreement.follow_restore(self.store, self.wait, self._attempt)
+        finally:  # also if nothing could be restored
+            agreement.begin_at_once()
         if restored is None:
             return 0
         if not continues:

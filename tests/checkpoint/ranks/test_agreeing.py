@@ -148,3 +148,13 @@ def test_random_states_go_on_for_as_many_ranks_and_differ_for_others(jobs: Jobs,
     states = [[job.one(rank, "restored")["digests"]["all"] for rank in range(3)] for job in more]
     assert states[0] == states[1], "they follow from what was saved"
     assert len(set(states[0])) == 3
+
+
+@pytest.mark.soak
+def test_another_model_on_one_rank(jobs: Jobs, tmp_path: Path) -> None:
+    """No rank restores what another one cannot."""
+    jobs.run(tmp_path, 2, steps=4).all_ended_well()
+    job = jobs.run(tmp_path, 2, steps=8, kind="forgotten", of_rank_1={"small": 5})
+    found = errors(job)
+    assert all(error.startswith("ModelMismatch") and "model.items.weight" in error for error in found), found
+    assert found[0].startswith("ModelMismatch: rank 1: ")

@@ -49,3 +49,14 @@ def test_other_numbers_of_ranks(jobs: Jobs, tmp_path: Path, kind: str, ranks: li
         shared = {digests["shared"] for digests in ends(job, world_size)}
         assert len(shared) == 1
         last, steps = shared.pop(), steps + 5
+
+
+@pytest.mark.soak
+def test_some_ranks_of_a_job(jobs: Jobs, tmp_path: Path) -> None:
+    """Ranks 0 and 2 of three are a group of their own, then rank 1 is one that saves alone."""
+    both = jobs.run(tmp_path, 3, steps=7, group=[0, 2]).all_ended_well()
+    pair = jobs.run(tmp_path / "pair", 2, steps=7).all_ended_well()
+    assert [both.one(rank, "trained")["digests"] for rank in (0, 2)] == ends(pair, 2)
+    alone = jobs.run(tmp_path, 2, steps=7, group=[1]).all_ended_well()
+    assert alone.one(1, "restored")["step"] == 7
+    assert alone.one(1, "restored")["digests"]["shared"] == both.one(0, "trained")["digests"]["shared"]

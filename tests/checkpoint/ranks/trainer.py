@@ -81,7 +81,7 @@ class Batches:
 class Run:
     """The training run of one rank, the same whenever it is made."""
 
-    def __init__(self, order: dict[str, Any], rank: int, world_size: int) -> None:
+    def __init__(self, order: dict[str, Any], rank: int, world_size: int, group: Any = None) -> None:
         torch.manual_seed(7)
         kind = order.get("kind", "ddp")
         self.model = Model(
@@ -106,7 +106,7 @@ class Run:
         if kind == "forgotten":  # to wrap it
             sharded = True
         if not sharded and world_size > 1:
-            self.trained = DistributedDataParallel(self.model)
+            self.trained = DistributedDataParallel(self.model, process_group=group)
         dense = list(self.model.top.parameters())
         choices: dict[str, Callable[[], list[torch.optim.Optimizer]]] = {
             "adagrad": lambda: [torch.optim.Adagrad(tables, lr=0.1, foreach=False), torch.optim.Adam(dense)],
@@ -232,7 +232,13 @@ def slow_down(seconds: float) -> None:
 def train(order: dict[str, Any], say: Say) -> None:
     """Restore, train to a step, save in between; say everything."""
     rank, world_size = order["rank"], order["world_size"]
-    run = Run(order, rank, world_size)
+    group: Any = None
+    if "group" in order:
+        group = dist.new_group(order["group"])
+        if rank not in order["group"]:
+            return
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    run = Run(order, rank, world_size, group)
     policy = policy_of(order)
     if "die" in order and order["die"]["rank"] == rank:
         die_at(order["die"]["point"], order["die"]["version"])
@@ -241,7 +247,9 @@ def train(order: dict[str, Any], say: Say) -> None:
         copy_on_write.COPIED_BYTES = 0  # even small tables are read while training goes on
     if "slow" in order:
         slow_down(order["slow"])
-    with hf.Checkpointer(order["path"], run.objects, policy, rank_timeout_seconds=timeout) as ckpt:
+    with hf.Checkpointer(
+        order["path"], run.objects, policy, rank_timeout_seconds=timeout, process_group=group
+    ) as ckpt:
         begun = ckpt.restore(order.get("version"))
         said = run.digests()
         say("restored", step=begun, digests=said)

@@ -232,8 +232,10 @@ class Agreement:
             self._offer(Offer(error=message_of(error) or "it was interrupted", kind=_restore_kind(error)))
             raise
 
-    def follow_restore(self, store: Store, attempt: Attempt) -> tuple[Version | None, bool]:
-        """Try what rank 0 offers; the version that all ranks have restored."""
+    def follow_restore(
+        self, store: Store, prepare: Callable[[], None], attempt: Attempt
+    ) -> tuple[Version | None, bool]:
+        """Try what rank 0 offers, once this rank is prepared; the version that all ranks have restored."""
         last: Version | None = None
         number = 0
         while True:
@@ -245,6 +247,7 @@ class Agreement:
             if not offer.version:
                 return (last if offer.restored else None), offer.continues
             try:
+                prepare()
                 manifest = read(store, offer.manifest)
                 last = find_version(manifest, offer.version, store.url)
                 continues, error = self._try(last, manifest, attempt)

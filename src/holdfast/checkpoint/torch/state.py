@@ -480,10 +480,12 @@ class TrainingObjects:
 
     def _distribute(self, thing: Any, state: Any) -> Any:
         """The state of a module or an optimizer, with this rank's part of what it has only a part of."""
-        if isinstance(thing, nn.Module) and isinstance(state, dict):
+        if not self.is_sharded or not isinstance(state, dict):
+            return state
+        if isinstance(thing, nn.Module):
             live = thing.state_dict()
             return {key: _cut(value, live.get(key)) for key, value in state.items()}
-        if isinstance(thing, Optimizer) and isinstance(state, dict) and "state" in state:
+        if isinstance(thing, Optimizer) and {"param_groups", "state"} <= state.keys():
             for index, parameter in _numbered(thing, state):
                 mine = state["state"].get(index, {})
                 if is_sharded(parameter) and isinstance(mine, dict):
