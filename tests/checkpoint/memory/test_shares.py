@@ -49,6 +49,9 @@ def test_numbers_here_and_in_the_whole(drawn: list[tuple[int, int, int, bool]]) 
     positions, numbers = shares.from_whole(0, everything)
     assert everything[positions].tolist() == theirs.tolist()
     assert numbers.tolist() == mine.tolist()
+    for first in range(shares.whole[0].rows):
+        for last in range(first, shares.whole[0].rows):
+            assert shares.has_some_of(0, first, last) == any(first <= n <= last for n in theirs.tolist())
     rows = Rows(mine, (np.zeros((len(mine), 4), np.uint8),))
     parts = shares.numbered([rows])[0].parts(None)
     assert [number for part in parts for number in part.ids.tolist()] == theirs.tolist()

@@ -79,6 +79,12 @@ class Shares:
         empty = np.empty(0, np.int64)
         return np.concatenate([empty, *positions]), np.concatenate([empty, *numbers])
 
+    def has_some_of(self, group: int, first: int, last: int) -> bool:
+        """Whether some of the rows of the whole group with these numbers are here."""
+        begin = self._firsts[group] + self._moved[group]
+        end = begin + self._rows[group]
+        return bool((np.maximum(begin, first) < np.minimum(end, last + 1)).any())
+
     def numbered(self, rows: Sequence[RowSource]) -> Sequence[RowSource]:
         """Rows of each group, by their numbers in the whole group."""
         return rows if self._is_all else [_Numbered(self, n, source) for n, source in enumerate(rows)]

@@ -133,7 +133,7 @@ class Agreement:
                 if not self._announced:
                     self._post(Order(call, step, next_step=self._next_meeting(step)))
             return
-        order = msgspec.msgpack.decode(self.link.hear(self._key(), 0), type=Order)
+        order = msgspec.msgpack.decode(self.link.hear(self._key(), 0, is_urgent=True), type=Order)
         self._next_step = order.next_step
         try:
             if (order.call, order.step) != (call, step):

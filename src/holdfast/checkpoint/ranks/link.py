@@ -20,6 +20,7 @@ from holdfast.errors import RankLost
 
 BEAT_SECONDS = 0.5
 _SHORTEST_SLEEP_SECONDS = 0.0001
+_URGENT_SLEEP_SECONDS = 0.0005
 _LONGEST_SLEEP_SECONDS = 0.02
 _LOOK_SECONDS = 0.25
 """How often a rank that is waited for is looked at."""
@@ -71,19 +72,20 @@ class Link:
         self._pieces[key] = len(pieces)
         self._set(key, str(len(pieces)).encode())  # last: whoever sees it finds the pieces
 
-    def hear(self, key: str, sender: int) -> bytes:
-        """The message under a key, when it is there.
+    def hear(self, key: str, sender: int, *, is_urgent: bool = False) -> bytes:
+        """The message under a key, when it is there. ``is_urgent``: training waits for it.
 
         Raises:
             RankLost: its sender has ended, or has been silent for too long.
         """
         pause, looked = _SHORTEST_SLEEP_SECONDS, time.monotonic()
+        longest = _URGENT_SLEEP_SECONDS if is_urgent else _LONGEST_SLEEP_SECONDS
         while not self._has(key):
             if time.monotonic() - looked >= _LOOK_SECONDS:
                 looked = time.monotonic()
                 self._look_at(sender, key)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_SLEEP_SECONDS)
+            pause = min(2 * pause, longest)
         count = int(self._get(key))
         self._pieces[key] = count
         return b"".join(self._get(f"{key}/{number}") for number in range(count))

@@ -174,6 +174,10 @@ class ShareLoader(RowLoader):
         self._digests = None
         self._raw = _RawRows()
 
+    def wants(self, group: Group, number: int, first: int, last: int) -> bool:
+        """Whether rows of a stored group with these numbers may be here."""
+        return group.raw_rows_of is not None or self._tables.shares.has_some_of(number, first, last)
+
     def fill(self, group: int, first: int, fields: Sequence[Bytes2D]) -> None:
         """Write those of some contiguous rows of a group that are here."""
         self._write(group, Rows(np.arange(first, first + len(fields[0])), tuple(fields)), None)
