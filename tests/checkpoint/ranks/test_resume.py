@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+import holdfast as hf
 from tests.checkpoint.ranks.jobs import Jobs, Outcome
+from tests.checkpoint.ranks.trainer import DIM, ROWS, Run
 
 
 def soak(*arguments: Any) -> Any:
@@ -49,6 +51,17 @@ def test_other_numbers_of_ranks(jobs: Jobs, tmp_path: Path, kind: str, ranks: li
         shared = {digests["shared"] for digests in ends(job, world_size)}
         assert len(shared) == 1
         last, steps = shared.pop(), steps + 5
+
+
+def test_one_process_loads_what_it_needs_of_a_version_of_ranks(jobs: Jobs, tmp_path: Path) -> None:
+    """As for serving: the bare model and its optimizers, without the loaders of ranks."""
+    job = jobs.run(tmp_path, 2, steps=6).all_ended_well()
+    run = Run({}, 0, 1)
+    wanted = {name: thing for name, thing in run.objects.items() if name != "loader"}
+    loaded = hf.load(tmp_path / "store", wanted)
+    assert loaded.step == 5
+    assert run.digests()["shared"] == job.one(0, "trained")["digests"]["shared"]
+    assert hf.saved_shapes(tmp_path / "store").tables["model.users.weight"].shape == (ROWS, DIM)
 
 
 @pytest.mark.soak

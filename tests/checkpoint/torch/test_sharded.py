@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import holdfast as hf
 from holdfast.checkpoint.format.dense import Array
 from holdfast.checkpoint.torch.sharded import (
     ArrayPart,
@@ -131,3 +134,16 @@ def test_parts_that_do_not_belong_together() -> None:
     part = ArrayPart(array, (4,), (0,))
     with pytest.raises(CorruptCheckpoint, match="same shape and type"):
         part.joined([ArrayPart(array, (5,), (2,))], "here")
+
+
+def test_loading_into_a_part_is_refused(tmp_path: Path) -> None:
+    """Rows of a version would be written to where others of this rank are."""
+    whole = nn.Embedding(ROWS, 4)
+    with hf.Checkpointer(tmp_path, {"model": whole}, allow_without_optimizer=True) as ckpt:
+        ckpt.save(0)
+    with being_rank(1, 2) as mesh:
+        model = nn.Embedding(ROWS, 4)
+        model.weight = nn.Parameter(sharded(mesh, torch.zeros(ROWS, 4), Shard(0)))
+        with pytest.raises(UnsupportedState, match="shard them afterwards"):
+            hf.load(tmp_path, {"model": model})
+        assert not local(model.weight).any()
