@@ -27,6 +27,8 @@ def test_torchrun_starts_the_ranks_again(jobs: Jobs, tmp_path: Path) -> None:
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    # Otherwise init_process_group may find addresses of the first attempt in the store, and fail.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True) as process:
         try:
             assert process.wait(timeout=200) == 0

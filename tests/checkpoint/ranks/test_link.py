@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,25 @@ from holdfast.errors import RankLost
 
 @pytest.fixture
 def links(tmp_path: Path) -> Iterator[list[Link]]:
-    made = [Link(FileStore(str(tmp_path / "store"), 2), rank, 2, silent_seconds=1.5) for rank in (0, 1)]
+    made = linked(FileStore(str(tmp_path / "store"), 2), 1.5)
     yield made
     for link in made:
         link.close()
+
+
+def linked(store: FileStore, silent_seconds: float) -> list[Link]:
+    return linked_late(store, silent_seconds, 2, 0.0)
+
+
+def linked_late(store: FileStore, silent_seconds: float, world_size: int, seconds: float) -> list[Link]:
+    """Each rank comes so much later than the one before."""
+
+    def link(rank: int) -> Link:
+        time.sleep(rank * seconds)
+        return Link(store, rank, world_size, silent_seconds)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(link, range(world_size)))
 
 
 def silence(link: Link) -> None:
@@ -62,17 +78,45 @@ def test_a_rank_that_closes_is_not_waited_for(links: list[Link]) -> None:
 
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
-    link = Link(FileStore(str(tmp_path / "store"), 2), 0, 2, silent_seconds=0.1)
+    store = FileStore(str(tmp_path / "store"), 2)
     with pytest.raises(RankLost, match="rank 1 has made no Checkpointer"):
-        link.hear("hello", 1)
-    link.close()
+        Link(store, 0, 2, silent_seconds=0.1)
+    with pytest.raises(RankLost, match="rank 0 has made no Checkpointer"):
+        Link(store, 1, 2, silent_seconds=0.1)
 
 
 def test_links_that_follow_each_other_do_not_mix(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"), 2)
-    first = Link(store, 0, 2, 1.0)
-    first.post("key", b"old")
-    first.close()
-    second = Link(store, 0, 2, 1.0)
-    assert not second.has("key")
-    second.close()
+    for _ in range(3):
+        links = linked(store, 1.0)
+        assert not links[0].has("key")
+        links[0].post("key", b"old")
+        assert links[1].hear("key", 0) == b"old"
+        silence(links[0])  # one is killed, and the other has no time to say goodbye
+        silence(links[1])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_ranks_that_come_in_while_others_are_still_those_of_before(tmp_path: Path, seconds: float) -> None:
+    store = FileStore(str(tmp_path / "store"), 4)
+    for attempt in range(3):
+        links = linked_late(store, 5.0, 4, seconds)
+        for link in links:
+            link.post(f"from/{link.rank}", str(attempt).encode())
+        for link in links:
+            assert [link.hear(f"from/{rank}", rank) for rank in range(4)] == [str(attempt).encode()] * 4
+        for link in links:
+            silence(link)
+
+
+def test_a_rank_that_was_killed_before_it_was_let_in(tmp_path: Path) -> None:
+    """What it has said is still in the store when all are started again."""
+    store = FileStore(str(tmp_path / "store"), 2)
+    for rank in (0, 1):
+        with pytest.raises(RankLost):
+            Link(store, rank, 2, silent_seconds=0.05)
+        again = linked(store, 1.0)
+        again[1].post("key", b"new")
+        assert again[0].hear("key", 1) == b"new"
+        for link in again:
+            link.close()

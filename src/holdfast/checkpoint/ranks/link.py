@@ -11,6 +11,8 @@ No call here waits inside of PyTorch. Waiting is asking again, in ever longer in
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -37,8 +39,8 @@ class Link:
         store: of the process group; a copy of the connection is made.
         rank: of this process.
         world_size: how many ranks there are.
-        silent_seconds: a rank that has not been heard of for so long is lost. At first, before it has a link,
-            it may take ten times as long.
+        silent_seconds: a rank that has not been heard of for so long is lost. In the beginning, all links
+            wait for each other, for ten times as long.
         members: what the ranks are called in the default process group.
     """
 
@@ -50,8 +52,8 @@ class Link:
         self._silent_seconds = silent_seconds
         self._store = store.clone()  # whoever waits in the other one keeps it for himself
         self._lock = threading.Lock()
-        # Every rank makes its Checkpointers in the same order; those that ended before have had other keys.
-        self._prefix = f"holdfast/{self._store.add(f'holdfast/made/{rank}', 1)}"
+        self._prefix = "holdfast"
+        self._prefix = f"holdfast/{self._agree_on_keys()}"
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._pieces: dict[str, int] = {}
         self._ended = threading.Event()
@@ -116,6 +118,47 @@ class Link:
 
     # Inside
 
+    def _agree_on_keys(self) -> str:
+        """A word that only these links of these ranks know; waits for all of them.
+
+        The store may have keys of links that ended, of processes even that ``torchrun`` has started again.
+        So each rank knocks with a word of its own, rank 0 lists all words, whoever finds its own in the list
+        comes in, and rank 0 closes the door behind all of them. It lists them again when words change.
+        """
+        mine, began, pause = secrets.token_hex(8), time.monotonic(), _SHORTEST_SLEEP_SECONDS
+        if self.rank:
+            self._set(f"knock/{self.rank}", mine.encode())
+        listed, missing = "", [0]
+        while missing:
+            if self.rank:
+                words = self._get("list").decode() if self._has("list") else ""
+                word = _word_of(words)
+                if words != listed and mine in words.split():
+                    listed = words
+                    self._set(f"in/{word}/{self.rank}", b"")
+                missing = [] if listed and self._has(f"closed/{word}") else [0]
+            else:
+                knocks = {rank: f"knock/{rank}" for rank in self.others}
+                missing = [rank for rank, key in knocks.items() if not self._has(key)]
+                if not missing:
+                    words = " ".join([mine, *(self._get(key).decode() for key in knocks.values())])
+                    if words != listed:
+                        listed = words
+                        self._set("list", words.encode())
+                    missing = [r for r in self.others if not self._has(f"in/{_word_of(listed)}/{r}")]
+            waited = time.monotonic() - began
+            if missing and waited > 10 * self._silent_seconds:
+                raise RankLost(
+                    f"rank {missing[0]} has made no Checkpointer, and rank {self.rank} has waited "
+                    f"{waited:.0f} s for it: make one on every rank of the process group, with the same "
+                    "arguments"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_SLEEP_SECONDS)
+        if not self.rank:
+            self._set(f"closed/{_word_of(listed)}", b"")
+        return _word_of(listed)
+
     def _look_at(self, rank: int, key: str) -> None:
         """Raise RankLost if a rank will not say what is waited for."""
         if self._has(f"{_LAST_WORDS}/{rank}"):
@@ -129,12 +172,7 @@ class Link:
         known, since = self._beats.get(rank, (b"", now))
         if known != beat or rank not in self._beats:
             self._beats[rank] = beat, now
-        elif not beat and now - since > 10 * self._silent_seconds:
-            raise RankLost(
-                f"rank {rank} has made no Checkpointer, and rank {self.rank} has waited {now - since:.0f} s "
-                "for it: make one on every rank of the process group, with the same arguments"
-            )
-        elif beat and now - since > self._silent_seconds:
+        elif now - since > self._silent_seconds:
             raise RankLost(
                 f"rank {rank} has not been heard of for {now - since:.0f} s: its process has ended or hangs; "
                 "restart all ranks"
@@ -168,6 +206,10 @@ class Link:
     def _delete(self, key: str) -> None:
         with self._lock, _lost_if_it_fails():
             self._store.delete_key(f"{self._prefix}/{key}")
+
+
+def _word_of(listed: str) -> str:
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
