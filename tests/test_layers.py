@@ -44,6 +44,7 @@ CLUSTER = [
 CHECKPOINT = [
     {"checkpointer", "loading"},
     {"tools"},
+    {"ranks"},
     {"torch"},
     {"saving"},
     {"layout"},

@@ -43,6 +43,7 @@ def test_public_names() -> None:
         "Policy",
         "Prefetch",
         "QuantizedRows",
+        "RankLost",
         "Ray",
         "Reader",
         "Recommender",

@@ -6,6 +6,7 @@
     │   ├── NoSuchVersion        a version that does not exist
     │   ├── ModelMismatch        a checkpoint of another model
     │   ├── UnsupportedState     a value that is not plain data
+    │   ├── RankLost             a rank of the job that does not answer
     │   └── SaveFailed           a save failed in the background
     │       └── SaveVoid             rows changed before they were read
     ├── ConfigError          an invalid configuration or option
@@ -68,6 +69,13 @@ class ModelMismatch(CheckpointError):
 
 class UnsupportedState(CheckpointError):
     """A ``state_dict`` contains a value that is not plain data; the message says where."""
+
+
+class RankLost(CheckpointError):
+    """Another rank of a distributed job has ended, or does not answer: nothing more can be saved together.
+
+    Every version that was saved before is whole. Restart all ranks.
+    """
 
 
 class SaveFailed(CheckpointError):

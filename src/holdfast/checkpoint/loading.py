@@ -45,6 +45,7 @@ from holdfast.errors import (
     NoSuchVersion,
     ObjectMissing,
     StoreError,
+    UnsupportedState,
     threads_explained,
 )
 
@@ -130,6 +131,7 @@ def load(
 
     Raises:
         ModelMismatch: the version is of other objects. Nothing has been changed.
+        UnsupportedState: the objects are sharded over ranks. Nothing has been changed.
         NoSuchVersion: there is no such version, or a trainer has deleted it.
         CorruptCheckpoint: the version is damaged, or no version can be read.
         StoreError: there is no store, or it does not answer.
@@ -227,6 +229,11 @@ class _Loading:
     def _load(self, version: Version, manifest: Manifest) -> LoadedVersion:
         objects = TrainingObjects(self._objects)
         objects.overwritten = self._overwritten
+        if objects.is_sharded:
+            raise UnsupportedState(
+                "other ranks have parts of these objects: load into whole ones and shard them afterwards, or "
+                "use Checkpointer.restore() on every rank"
+            )
         with open_version(self._store, version.version, manifest) as reader:
             where = where_dense(self._store, version)
             tree = decode_tree(reader.dense(), where)

@@ -87,6 +87,16 @@ class RowDigests:
         self._bytes_per_second = _FIRST_GUESS_BYTES_PER_SECOND
         self._balance = 0.0
 
+    @classmethod
+    def of(cls, live: LiveTables) -> RowDigests:
+        """The digests of all rows as they are in memory."""
+        digests = cls(live.groups)
+        for number, group in enumerate(live.groups):
+            for begin in range(0, group.rows, _LARGEST_SLICE_ROWS):
+                end = min(begin + _LARGEST_SLICE_ROWS, group.rows)
+                digests.note_live(live, number, np.arange(begin, end))
+        return digests
+
     def note(self, group: int, rows: Rows, positions: RowIds | None = None) -> None:
         """Record the digests of rows of a group that a version holds, or of those at some positions."""
         if positions is not None and not len(positions):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from queue import SimpleQueue
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.background import Latch
 from holdfast.checkpoint.codecs.quantize import RowCodec, from_float32
 from holdfast.checkpoint.format.records import WEIGHT, Bytes2D, Field, Group, RowIds, Rows
+from holdfast.checkpoint.memory.shares import Share, Shares
 from holdfast.errors import ConfigError, CorruptCheckpoint
 from holdfast.kernels import digests as digest_kernels
 from holdfast.kernels import openmp
@@ -58,10 +59,15 @@ class LiveTables:
     Args:
         groups: the tables and their fields.
         fields_of: called once, here. The arrays are kept alive; if they are replaced, make a new object.
+        shares: tables of which only a share is here, by name.
     """
 
-    def __init__(self, groups: Sequence[Group], fields_of: FieldsOf) -> None:
+    def __init__(
+        self, groups: Sequence[Group], fields_of: FieldsOf, shares: Mapping[str, Share] | None = None
+    ) -> None:
         self.groups = tuple(groups)
+        self.share_of = dict(shares or {})
+        self.shares = Shares(self.groups, self.share_of)
         self._firsts = [np.array([t.first for t in g.tables] + [g.rows], np.int64) for g in groups]
         self._row_bytes = [np.array([f.live_bytes for f in g.fields], np.int64) for g in groups]
         # These references keep the memory alive: below, only addresses are used.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.format.records import Group, RowIds, Table
 from holdfast.checkpoint.memory.copy_on_write import CopyOnWrite
 from holdfast.checkpoint.memory.priority import Priority
+from holdfast.checkpoint.memory.shares import Share
 from holdfast.kernels.ids import count_marked, mark_rows, marked_rows, unmark_rows
 
 FindChanged = Callable[[int, int, int, NDArray[np.uint64]], int]
@@ -88,10 +89,18 @@ class Tracker:
     Args:
         groups: the tables.
         priorities: of tables of which not all changed rows need be saved at once, by name.
+        shares: tables of which only a share is tracked, by name. Rows are named by their numbers in the whole
+            table; those outside of the share are ignored.
     """
 
-    def __init__(self, groups: Sequence[Group], priorities: Mapping[str, Priority] | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        priorities: Mapping[str, Priority] | None = None,
+        shares: Mapping[str, Share] | None = None,
+    ) -> None:
         self.groups = tuple(groups)
+        self._shares = dict(shares or {})
         self._places = {t.name: (g, t) for g, group in enumerate(groups) for t in group.tables}
         self._changed = [RowSet(group.rows) for group in groups]
         self.snapshot: CopyOnWrite | None = None
@@ -127,6 +136,7 @@ class Tracker:
         will be named again before they do.
         """
         group, place = self._places[table]
+        ids = self._mine(table, ids)
         if again:
             self._marked_before.add(table)
         elif self.snapshot is not None:
@@ -139,6 +149,14 @@ class Tracker:
             self._changed[group].add(ids, place.first, place.rows)
             if counts and table in self._priorities:
                 self._priorities[table].touched(ids)
+
+    def _mine(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows of the share that is tracked, by their numbers in it."""
+        share = self._shares.get(table)
+        if share is None:
+            return ids
+        ids = ids - share.first
+        return ids[(ids >= 0) & (ids < share.rows)]
 
     def _are_marked(self, group: int, place: Table, ids: NDArray[np.int64]) -> bool:
         inside = ids[(ids >= 0) & (ids < place.rows)] + place.first
@@ -176,6 +194,7 @@ class Tracker:
     def explains(self, table: str, ids: NDArray[np.int64]) -> bool:
         """Whether all of these rows of a table are marked, or were marked at the last ``take``."""
         group, place = self._places[table]
+        ids = self._mine(table, ids)
         with self._lock:
             missing = ids[~self._changed[group].contains(ids + place.first)] + place.first
             known = self._last_taken[group]

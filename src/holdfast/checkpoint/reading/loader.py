@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
 
-from holdfast.checkpoint.codecs.quantize import Flags
+from holdfast.checkpoint.codecs.quantize import Flags, RowCodec
 from holdfast.checkpoint.format.encoding import decode_rows
 from holdfast.checkpoint.format.ids import decode_ids, encode_ids
 from holdfast.checkpoint.format.records import Bytes2D, Field, Group, RowIds, Rows, make_groups
 from holdfast.checkpoint.memory.digests import RowDigests
 from holdfast.checkpoint.memory.live import FieldsOf, LiveTables
 from holdfast.checkpoint.memory.parts import GroupPart, LiveParts
+from holdfast.checkpoint.memory.shares import Share
 from holdfast.checkpoint.memory.tracker import RowSet
 
 Sink = Callable[[int, Rows], None]
@@ -158,6 +159,59 @@ class RowLoader:
     def missing_raw(self) -> dict[int, RowIds]:
         """By group, rows that are kept raw and have not come, now that all have been written."""
         return self._raw.missing()
+
+
+class ShareLoader(RowLoader):
+    """A loader of a process that has some rows only of some tables; it leaves out all others.
+
+    Args:
+        groups: as the version has them.
+        fields_of: the live fields of a table, of the rows that are here.
+        shares: of which tables, and which rows.
+    """
+
+    def __init__(self, groups: Sequence[Group], fields_of: FieldsOf, shares: Mapping[str, Share]) -> None:
+        here = [
+            make_groups(
+                [(t.name, shares[t.name].rows if t.name in shares else t.rows, g.fields) for t in g.tables]
+            )
+            for g in groups
+        ]
+        live = [parts[0] if parts else group for parts, group in zip(here, groups, strict=True)]
+        self._tables = LiveTables(live, fields_of, shares)
+        self._digests = None
+        self._raw = _RawRows()
+
+    def wants(self, group: Group, number: int, first: int, last: int) -> bool:
+        """Whether rows of a stored group with these numbers may be here."""
+        return group.raw_rows_of is not None or self._tables.shares.has_some_of(number, first, last)
+
+    def fill(self, group: int, first: int, fields: Sequence[Bytes2D]) -> None:
+        """Write those of some contiguous rows of a group that are here."""
+        self._write(group, Rows(np.arange(first, first + len(fields[0])), tuple(fields)), None)
+
+    def load(self, group: Group, number: int, rows: Rows, positions: RowIds | None) -> None:
+        """Write stored rows that are here, of a stored group with this number."""
+        if group.raw_rows_of is not None:
+            self._write(group.raw_rows_of, rows, self._raw.wanted(group.raw_rows_of, rows, positions))
+        elif group.is_coded:
+            self._raw.note(number, group, rows, positions)
+            self._write(number, rows, positions, [field.codec for field in group.fields])
+        else:
+            self._write(number, rows, positions)
+
+    def _write(
+        self,
+        group: int,
+        rows: Rows,
+        positions: RowIds | None,
+        codecs: Sequence[RowCodec | None] = (),
+    ) -> None:
+        if positions is not None:
+            rows = rows.take(positions)
+        here, ids = self._tables.shares.from_whole(group, rows.ids)
+        if len(here):
+            self._tables.scatter(group, Rows(ids, rows.take(here).fields), None, codecs)
 
 
 @cache

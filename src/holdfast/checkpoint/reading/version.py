@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.manifest import Era, FileEntry, Manifest, Versio
 from holdfast.checkpoint.format.records import Group
 from holdfast.checkpoint.memory.parts import GroupPart
 from holdfast.checkpoint.reading.coverage import Coverage
-from holdfast.checkpoint.reading.loader import Decoder, RowLoader, Sink
+from holdfast.checkpoint.reading.loader import Decoder, RowLoader, ShareLoader, Sink
 from holdfast.checkpoint.reading.pipelines import Selection, hand_on_rows, load_rows
 from holdfast.checkpoint.reading.stretches import OpenFile, open_file
 from holdfast.checkpoint.store import ObjectReader, Store
@@ -163,6 +163,14 @@ class VersionReader:
         coverage = self._coverage() if all_of_it else None
         if coverage is not None:
             coverage.check()
+        if isinstance(sink, ShareLoader):
+            # What is of other ranks, and need not be read to be counted.
+            pieces = [
+                (file, p)
+                for file, p in pieces
+                if sink.wants(self.stored_groups[p.group], p.group, p.first_id, p.last_id)
+                or (coverage is not None and coverage.wants(p))
+            ]
         chosen = Selection(self.stored_groups, self.version.version, born_after, coverage)
         if isinstance(sink, RowLoader):
             target: RowLoader | Decoder = sink

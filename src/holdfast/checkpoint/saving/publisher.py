@@ -34,13 +34,22 @@ class Publisher:
     ``note_written`` with what that cost; ``replace`` with what tidying has rearranged. ``note_read`` at any
     time.
 
+    A process that saves alone has nobody to agree with. ``ranks/publisher.py`` has what the ranks of a job
+    do in the same places: ``begin``, ``enter``, ``commit``, ``replace_all``, and ``failed`` and
+    ``tidying_failed`` instead of what is left out then.
+
     Args:
         catalog: of the store.
 
     Attributes:
+        shard: the number of this process's files.
+        is_alone: whether this process writes all rows.
         last_was_cancelled: whether the last version gave way to the next one. Of two in a row only one may,
             or nothing would ever become durable.
     """
+
+    shard = 0
+    is_alone = True
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -64,6 +73,25 @@ class Publisher:
         self._needs_baseline = False
         self._full_bytes = _full_bytes(groups)
         self._baselines.resume(self.catalog.manifest, era)
+
+    def begin(self, version: int, groups: Sequence[Group], live_bytes: int) -> bool:
+        """A version of these groups begins; whether it is to hold all rows (see ``baseline_is_due``)."""
+        return self.baseline_is_due(live_bytes)
+
+    def enter(self, version: int) -> None:
+        """Call before a version's first file is written."""
+        self.catalog.take_over()
+
+    def failed(self, version: int, error: BaseException) -> None:
+        """A version that was begun will not be committed."""
+
+    def replace_all(self, version: int, change: FileChange | None, live_bytes: int) -> None:
+        """Publish the files that were rearranged after a version, if any; ``live_bytes`` as above."""
+        if change is not None:
+            self.replace([change])
+
+    def tidying_failed(self, version: int, error: BaseException) -> None:
+        """Files are not rearranged after this version."""
 
     def baseline_is_due(self, live_bytes: int) -> bool:
         """Whether the next version is to hold all rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from holdfast.options import Policy
@@ -29,6 +30,19 @@ class SaveSchedule:
         by_steps = self._every_steps is not None and step - self.step >= self._part * self._every_steps
         by_time = self._every_seconds is not None and now - self._time >= self._part * self._every_seconds
         return by_steps or by_time
+
+    def steps_left(self, step: int, *, saved: bool) -> int | None:
+        """After how many steps the next save is due by steps; None: never. ``saved``: one begins now."""
+        if self._every_steps is None:
+            return None
+        since = 0 if saved else step - self.step
+        return 1 if since < 0 else max(1, math.ceil(self._part * self._every_steps) - since)
+
+    def seconds_left(self, now: float, *, saved: bool) -> float | None:
+        """In how many seconds the next save is due by time; None: never."""
+        if self._every_seconds is None:
+            return None
+        return self._part * self._every_seconds - (0.0 if saved else now - self._time)
 
     def note(self, step: int, now: float) -> None:
         """A save of this step was begun, or left out: count from here."""

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -177,15 +178,19 @@ class Writer:
         store: opened for writing; the caller holds its lock.
         policy: when to save, how, and what to keep.
         events: the log that gets every figure.
+        publisher: publishes versions; by default one for a process that saves alone.
     """
 
-    def __init__(self, store: Store, policy: Policy, events: EventLog) -> None:
+    def __init__(
+        self, store: Store, policy: Policy, events: EventLog, publisher: Publisher | None = None
+    ) -> None:
         assert not isinstance(policy.strategy, str)  # Policy turns names into values
         self.store = store
         self.policy = policy
         self.strategy = policy.strategy
         self.events = events
-        self.catalog = Catalog(store, policy)
+        self._publisher = publisher or Publisher(Catalog(store, policy))
+        self.catalog = self._publisher.catalog
         for complaint in self.catalog.complaints:
             log.warning("%s: using an older manifest: %s", store.url, complaint)
             self.events.emit("checkpoint_damaged", version=None, error=complaint)
@@ -194,12 +199,11 @@ class Writer:
         self._groups: tuple[Group, ...] = ()
         self._tables = LiveTables((), lambda table: ())
         self._nothing_unseen = True
-        self._shard = Shard(0, (), self.strategy)
+        self._shard = self._new_shard(())
         self._encoder = Encoder((), ())
         self.restores = 0
         self._restored = 0
         self._said: BitsChoice | None = None
-        self._publisher = Publisher(self.catalog)
         self._increment = IncrementRows(policy, ())
         self._copies = RowCopies(policy, ())
         self._next_version = self.catalog.next_version()
@@ -216,13 +220,13 @@ class Writer:
         """Set the tables to save. New groups begin a new era: the next version holds all rows."""
         if tables is self._tables:
             return
-        if tables.groups != self._groups:
+        if tables.groups != self._groups or tables.shares.whole != self._tables.shares.whole:
             # A save in progress, and its outcome, belong to the old groups.
             self._thread.wait()
             self.collect()
             self._groups = tables.groups
             self._tables = tables
-            self.tracker = Tracker(tables.groups, self._priorities())
+            self.tracker = Tracker(tables.groups, self._priorities(), tables.share_of)
             self._increment = IncrementRows(self.policy, [g.rows for g in tables.groups])
             self._copies = RowCopies(self.policy, tables.groups)
             self.begin_anew()
@@ -246,9 +250,12 @@ class Writer:
 
     def begin_anew(self) -> None:
         """Make the next version a baseline: the marks no longer tell which rows have changed."""
-        self._shard = Shard(0, self._groups, self.strategy)
+        self._shard = self._new_shard(self._tables.shares.whole)
         self._publisher.leave_era()
         self._unseen.digests_known = False
+
+    def _new_shard(self, groups: Sequence[Group]) -> Shard:
+        return Shard(self._publisher.shard, groups, self.strategy)
 
     def begin_restore(self, groups: Sequence[Group]) -> RowDigests | None:
         """All rows are about to be replaced by those of a version with these groups. Until ``resume``, the
@@ -256,6 +263,10 @@ class Writer:
         """
         self.begin_anew()
         return self._unseen.begin_restore(groups)
+
+    def number_next(self, version: int) -> None:
+        """The next version is to have this number."""
+        self._next_version = version
 
     @property
     def last_version(self) -> int:
@@ -308,11 +319,11 @@ class Writer:
             # would be missing from a version that continues without them.
             return False
         era = self.catalog.manifest.era(version.era)
-        encoder = Encoder.of_era(self.policy, self.restores, era.decoded_groups(), self._groups)
+        encoder = Encoder.of_era(self.policy, self.restores, era.decoded_groups(), self._tables.shares.whole)
         if encoder is None or era.strategy != self._shard.layout_name:
             return False
         self._encoder = encoder
-        self._shard = Shard(0, encoder.stored, self.strategy)
+        self._shard = self._new_shard(encoder.stored)
         try:
             self._take_up(era, version)
         except (CheckpointError, StoreError) as error:
@@ -325,10 +336,16 @@ class Writer:
         return True
 
     def _take_up(self, era: Era, version: Version) -> None:
-        self._shard.resume(self.store, era)
         self._publisher.resume(era, self._shard.groups)
+        if not self._publisher.is_alone:
+            era = msgspec.structs.replace(era, files=[f for f in era.files if f.shard == self._shard.number])
+        self._shard.resume(self.store, era)
         self._increment = IncrementRows(self.policy, [g.rows for g in self._groups])
-        self._increment.resume(self._shard.rows_of(self.store, era, version.version))
+        shares = self._tables.shares
+        saved = self._shard.rows_of(self.store, era, version.version)
+        self._increment.resume(
+            (group, shares.from_whole(group, ids)[1]) for group, ids in saved if group < len(self._groups)
+        )
 
     def skips(self, step: int) -> bool:
         """Whether the policy skips a save of this step because another one is in progress."""
@@ -382,12 +399,13 @@ class Writer:
             if snapshot.frozen is not None:
                 self._copy_at_once(snapshot.frozen, source)
                 stall[:] = [seconds + time.perf_counter() - now for seconds in stall]
-        except BaseException:  # Ctrl-C, too, at any point
+        except BaseException as error:  # Ctrl-C, too, at any point
             # Nobody would ever report the outcome, and the next save would wait for it.
             if job is None or self._thread.withdraw(job):
                 self._under_way = None
                 self.tracker.give_back()
                 self.tracker.snapshot = self._frozen = None
+                self._publisher.failed(self.last_version + (job is None), error)
             raise
         return version
 
@@ -508,6 +526,7 @@ class Writer:
         assert outcome.job is not None
         if self._thread.withdraw(outcome.job) and not outcome.known.is_open():
             outcome.error = SaveCancelled()
+            self._publisher.failed(outcome.version, outcome.error)
             outcome.noted.open()
             outcome.known.open()
 
@@ -515,7 +534,8 @@ class Writer:
         """Copy the contents of the version, and do nothing else: training waits for this."""
         # Looking at every tensor takes as long as copying many rows. Usually nothing has changed: copying
         # starts at once, from where the rows were the last time, and is repeated if that was wrong.
-        at_once = self._nothing_unseen and self.policy.verify != "all"
+        # Ranks first have to see that they have the same tables.
+        at_once = self._nothing_unseen and self.policy.verify != "all" and self._publisher.is_alone
         copying = self._start_copying(whole) if at_once else None
         try:
             tables, unseen = source.look()
@@ -539,7 +559,8 @@ class Writer:
         return _Snapshot(copying.baseline, copying.copy.rows, state, copying.copy.frozen)
 
     def _start_copying(self, whole: bool) -> _Copying:
-        baseline = self._publisher.baseline_is_due(self._shard.live_bytes())
+        groups, live_bytes = self._tables.shares.whole, self._shard.live_bytes()
+        baseline = self._publisher.begin(self._next_version, groups, live_bytes)
         self._unseen.begin_version(self._next_version)
         wanted = self.tracker.take(whole=whole or baseline, find=self._unseen.find_changed(baseline))
         if not baseline:
@@ -561,7 +582,10 @@ class Writer:
             if not isinstance(error, SaveCancelled):
                 log.warning("saving version %d to %s failed: %s", number, self.store.url, message_of(error))
                 self.events.emit("checkpoint_failed", version=number, step=step, error=message_of(error))
+            self._publisher.failed(number, error)
             self._clear_away()
+            if isinstance(error, StoreFull) and not self._publisher.is_alone:
+                self._make_room_for_next()
             return
         seconds = time.perf_counter() - started
         self._publisher.note_written(version, seconds)
@@ -587,6 +611,7 @@ class Writer:
                 log.warning("the next version of %s will be a baseline", self.store.url)
                 self._era_is_damaged = True
                 self._publisher.leave_era()
+            self._publisher.tidying_failed(number, error)
             self._clear_away()
 
     def _write_version(
@@ -597,15 +622,17 @@ class Writer:
         self._unseen.begin_writing(snapshot.rows if frozen is None else ())
         if frozen is None:
             self._noted(outcome)
-        self.catalog.take_over()
+        self._publisher.enter(outcome.version)
         shard, encoder = self._shard, self._encoder
         if baseline:
-            encoder = Encoder.plan(self.policy, self.restores, snapshot.rows, self._groups)
-            shard = Shard(0, encoder.stored, self.strategy)
+            encoder = self._plan_encoding(snapshot.rows)
+            shard = self._new_shard(encoder.stored)
         new = NewVersion(outcome.version, outcome.step, baseline, metadata, self.restores)
         try:
             change, version = self._commit(new, shard, encoder, snapshot, outcome)
         except StoreFull:
+            if not self._publisher.is_alone:  # others have written files of this version
+                raise
             self._clear_away()
             # Rows that were read from the tables' memory cannot be read again.
             if not self._make_room() or frozen is not None:
@@ -617,6 +644,13 @@ class Writer:
             self._say_bits()
         return change, version
 
+    def _plan_encoding(self, rows: Sequence[SampledRows]) -> Encoder:
+        """The encoding of an era that begins with these rows, or with those and others'."""
+        whole = self._tables.shares.whole
+        if self._publisher.is_alone:
+            return Encoder.plan(self.policy, self.restores, rows, whole)
+        return Encoder.for_shards(self.policy, self.restores, whole)
+
     def _commit(
         self, new: NewVersion, shard: Shard, encoder: Encoder, snapshot: _Snapshot, outcome: _Outcome
     ) -> tuple[ShardChange, Version]:
@@ -626,8 +660,9 @@ class Writer:
         limit = None
         if snapshot.frozen is not None:
             store, limit = _MakesRoom(store, self._make_room), file_bytes(self._copies.max_memory)
+        rows = self._tables.shares.numbered(snapshot.rows)
         change = write_rows(
-            shard, store, encoder, new.number, snapshot.rows, baseline=new.baseline,
+            shard, store, encoder, new.number, rows, baseline=new.baseline,
             policy=self.policy, wanted=wanted, file_bytes=limit,
         )  # fmt: skip
         if snapshot.frozen is not None:
@@ -645,6 +680,11 @@ class Writer:
 
     def _make_room(self) -> bool:
         return self.catalog.make_room(needed={self._restored})
+
+    def _make_room_for_next(self) -> None:
+        """After a version that ranks could not save: it is too late for that one."""
+        with contextlib.suppress(CheckpointError, StoreError):
+            self._make_room()
 
     def _noted(self, outcome: _Outcome) -> None:
         """Digests match the rows of this version."""
@@ -684,14 +724,19 @@ class Writer:
     def _tidy(self, report: SaveReport, number: int, cpu_seconds: float) -> None:
         started, cpu = time.perf_counter(), time.thread_time()
         tidied, tidied_bytes = None, 0
-        if report.baseline and self._publisher.wants_measured(report.bytes) and not self._has_restored:
+        if (
+            report.baseline
+            and self._publisher.shard == 0
+            and self._publisher.wants_measured(report.bytes)
+            and not self._has_restored
+        ):
             self._measure_reading(number)
         if not self._era_is_damaged:
             tidied = self._shard.tidy(self.store, number, self.catalog.versions_from(self._shard.base))
-        if tidied is not None:
-            change = tidied.for_manifest()
+        change = tidied.for_manifest() if tidied is not None else None
+        self._publisher.replace_all(number, change, self._shard.live_bytes())
+        if tidied is not None and change is not None:
             tidied_bytes = change.bytes
-            self._publisher.replace([change])
             self._apply(tidied)
             self.catalog.free_replaced()
         values = asdict(report) | {

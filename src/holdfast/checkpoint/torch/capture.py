@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.dense import Array, TablePlace, map_tree
+from holdfast.checkpoint.torch.sharded import LocalCopy, is_sharded, local
 from holdfast.checkpoint.torch.values import DTYPE_NAMES, is_plain_memory, memory_key, plain_leaf
 from holdfast.kernels.rows import copy_ranges
 
@@ -45,13 +46,16 @@ class Places:
 
     def add(self, tensor: Tensor, place: TablePlace) -> None:
         """``tensor`` must live as long as this does."""
+        if is_sharded(tensor):  # it has no memory of its own
+            self.by_id[id(tensor)] = place
+            return
         known = self.by_memory.setdefault(tensor.data_ptr(), (memory_key(tensor), place))
         self.by_id[id(tensor)] = known[1] if known[0] == memory_key(tensor) else place
 
     def find(self, tensor: Tensor) -> TablePlace | None:
         """For the tensor, or one that shows the same memory in the same way."""
         place = self.by_id.get(id(tensor))
-        if place is None:
+        if place is None and not is_sharded(tensor):
             key, other = self.by_memory.get(tensor.data_ptr(), (None, None))
             place = other if key is not None and key == memory_key(tensor) else None
         return place
@@ -110,6 +114,9 @@ def copied_state(value: Any, places: Places) -> Any:
         if value.layout == torch.strided and not value.is_meta:
             place = places.find(value)
             copied = place if place is not None else value.clone()
+    elif is_sharded(value):
+        place = places.find(value)
+        copied = place if place is not None else LocalCopy(local(value).clone(), value)
     elif isinstance(value, dict):
         copied = {k: copied_state(v, places) for k, v in value.items()}
         if kind is Counter:

@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.checkpoint.format.dense import encode_tree
 from holdfast.checkpoint.memory.live import LiveTables
 from holdfast.checkpoint.torch.fit import some
+from holdfast.checkpoint.torch.sharded import without_parts
 from holdfast.checkpoint.torch.state import TrainingObjects, Unseen
 from holdfast.checkpoint.torch.watch import Watch
 from holdfast.events import EventLog
@@ -47,9 +48,24 @@ class TrainingSource:
         watch: knows which rows training changes.
         compared: how tables are searched that the watch cannot follow: "digests" or "whole".
         events: hears how each table is tracked.
+        only: names the objects to copy; by default all.
+        finish: what to make of the copied tree before it is written, in the background.
+
+    Attributes:
+        on_capture: called at each capture.
     """
 
-    def __init__(self, objects: TrainingObjects, watch: Watch, compared: str, events: EventLog) -> None:
+    def __init__(
+        self,
+        objects: TrainingObjects,
+        watch: Watch,
+        compared: str,
+        events: EventLog,
+        only: Collection[str] | None = None,
+        finish: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        self.on_capture: Callable[[], None] = lambda: None
+        self._only, self._finish = only, finish
         self._objects = objects
         self._watch = watch
         self._compared = compared
@@ -83,7 +99,14 @@ class TrainingSource:
 
     def capture(self) -> CapturedTree | EncodedTree:
         """Copy everything that is not rows."""
-        tree = self._objects.capture(dict(self._tracking))
+        tree = self._objects.capture(dict(self._tracking), self._only)
+        self.on_capture()
+        finish = self._finish
+        if finish is not None:
+            if not self._captured_before:
+                encode_tree(without_parts(tree()))
+                self._captured_before = True
+            return CapturedTree(lambda: finish(tree()))
         if self._captured_before:
             return CapturedTree(tree)
         # A state that cannot be stored is the caller's to mend: raise here, not at the next call.

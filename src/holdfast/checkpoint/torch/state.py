@@ -14,7 +14,7 @@ restore another checkpoint, or make them anew. ``cancel_restore`` gives up after
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +24,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from holdfast.checkpoint.format.chunk import checksum
 from holdfast.checkpoint.format.dense import TablePlace, map_tree
 from holdfast.checkpoint.format.records import WEIGHT, Field, Group, make_groups
 from holdfast.checkpoint.memory.live import LiveTables
+from holdfast.checkpoint.memory.shares import Share
 from holdfast.checkpoint.torch.capture import Capturer, Places, State
 from holdfast.checkpoint.torch.fit import check_begins_with_zero, check_module, check_objects, some
+from holdfast.checkpoint.torch.sharded import cut, empty_rows, is_sharded, local, reshard, version
 from holdfast.checkpoint.torch.tables import LiveTable, RowTensors, find_tables
 from holdfast.checkpoint.torch.unseen import why_unseen_rows_change
 from holdfast.checkpoint.torch.values import (
@@ -37,6 +40,7 @@ from holdfast.checkpoint.torch.values import (
     live_leaf,
     plain_leaf,
     random_states,
+    reseed,
     row_bytes,
     row_field,
     set_random_states,
@@ -67,6 +71,8 @@ class TrainingObjects:
             Optimizers that step in the backward pass of a module's parameters are found, and added as
             "<object's name>.<parameter's name>:backward".
         kind_of: tables for which it says different things are not put into one group.
+        share_of: which of a table's so many rows this process saves; by default all. Other ranks save the
+            others.
 
     Attributes:
         objects: those that were given and those that were found.
@@ -75,18 +81,28 @@ class TrainingObjects:
         overwritten: how many rows of each table a restore that failed may have overwritten.
         grown: the tables with more rows here than in the checkpoint that ``prepare`` was called for, with the
             number of rows there and here.
+        apart: the names of all others, which each rank has by itself: loaders, schedulers.
+        loaders: the names of those that are read.
     """
 
     def __init__(
-        self, objects: Mapping[str, Any], kind_of: Callable[[str], object] = lambda table: None
+        self,
+        objects: Mapping[str, Any],
+        kind_of: Callable[[str], object] = lambda table: None,
+        share_of: Callable[[int], Share] | None = None,
     ) -> None:
         check_objects(objects)
-        self._kind_of = kind_of
+        self._kind_of, self._share_of = kind_of, share_of
+        objects = {name: bare(o, is_rank=share_of is not None) for name, o in objects.items()}
         self._modules = {n: o for n, o in objects.items() if isinstance(o, nn.Module)}
         self._in_backward = find_in_backward(self._modules, known=objects.values())
         self.objects = dict(objects) | self._in_backward
         self._capturers = {name: Capturer(name, thing) for name, thing in self.objects.items()}
         self.optimizers = {n: o for n, o in self.objects.items() if isinstance(o, Optimizer)}
+        known = self._modules.keys() | self.optimizers.keys()
+        self.apart = [name for name in self.objects if name not in known]
+        self.loaders = [name for name in self.apart if hasattr(self.objects[name], "__iter__")]
+        reshard(self._modules.values())
         self.tables: Mapping[str, LiveTable] = find_tables(self._modules)
         self._users = self._find_users()
         self.overwritten: dict[str, int] = {}
@@ -108,6 +124,7 @@ class TrainingObjects:
 
         Raises ConfigError if a parameter has got an optimizer that steps in the backward pass.
         """
+        reshard(self._modules.values())
         users = self._find_users()
         if users == self._users:
             return False
@@ -153,9 +170,14 @@ class TrainingObjects:
         for table in self.tables.values():  # asked at every save: no more than that, as a rule
             self._look_at(table)
         if self._live_tables is None:
-            self._live_tables = LiveTables(
-                make_groups(self.layout(), self._kind_of), lambda table: self._known[table].views
-            )
+            known = self._known
+            shares = {name: rows.share for name, rows in known.items() if rows.share is not None}
+            layout = [
+                (name, shares[name].rows if name in shares else rows, fields)
+                for name, rows, fields in self.layout()
+            ]
+            groups = make_groups(layout, self._kind_of)
+            self._live_tables = LiveTables(groups, lambda table: known[table].saved_views, shares)
         return self._live_tables
 
     def fields(self, table: str) -> tuple[NDArray[np.uint8], ...]:
@@ -166,8 +188,18 @@ class TrainingObjects:
         """
         incoming = self._incoming.get(table)
         if incoming is not None:
-            return tuple(row_bytes(tensor)[: incoming.rows] for tensor in incoming.tensors.values())
+            return tuple(row_bytes(local(tensor))[: incoming.rows] for tensor in incoming.tensors.values())
         return self._look_at(self.tables[table]).views
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks have parts of a module's parameters."""
+        return any(is_sharded(p) for module in self._modules.values() for p in module.parameters())
+
+    def held(self) -> dict[str, Share]:
+        """The tables of which this process has some rows only, and which."""
+        self.layout()
+        return {name: rows.held for name, rows in self._known.items() if rows.held is not None}
 
     def dense_tree(self) -> dict[str, Any]:
         """A copy of everything but the rows, independent of further training.
@@ -177,10 +209,13 @@ class TrainingObjects:
         self.layout()
         return self.capture()()
 
-    def capture(self, tracking: Mapping[str, str] | None = None) -> Callable[[], dict[str, Any]]:
+    def capture(
+        self, tracking: Mapping[str, str] | None = None, only: Collection[str] | None = None
+    ) -> Callable[[], dict[str, Any]]:
         """Copy everything but the rows, now, and return a function that makes a ``dense_tree`` of the copy.
 
         ``tracking`` says of each table how its changed rows are found, for people who look at the version.
+        ``only`` names the objects to copy; by default all.
 
         The copy is all that has to happen between two steps; what the function does can wait, in another
         thread. It raises what ``dense_tree`` raises. Rows are known by the last ``layout``.
@@ -189,6 +224,8 @@ class TrainingObjects:
         states: dict[str, State] = {}
         metadata: dict[str, Mapping[str, Any]] = {}
         for name, capturer in self._capturers.items():
+            if only is not None and name not in only:
+                continue
             states[name], metadata[name] = capturer.capture(places)
         optimizers = {name: type(o).__name__ for name, o in self.optimizers.items()}
         # Last: a loader's state_dict() may draw random numbers.
@@ -200,11 +237,28 @@ class TrainingObjects:
                 "optimizers": optimizers,
                 "tracking": dict(tracking or {}),
                 # Versions of modules' formats, which PyTorch keeps in an attribute of the state.
-                "metadata": {name: map_tree(metadata[name], plain_leaf, name) for name in self._modules},
+                "metadata": {
+                    name: map_tree(metadata[name], plain_leaf, name)
+                    for name in metadata.keys() & self._modules
+                },
                 "rng": random_states(random_copy),
             }
 
         return tree
+
+    def sample(self, rows_of: Callable[[str], Sequence[int]]) -> str:
+        """A checksum of a few weights that every rank has completely: parameters, and rows of tables."""
+        tables = {id(table.parameter): name for name, table in self.tables.items()}
+        sampled: list[Any] = []
+        for module in self._modules.values():
+            plain = [p for p in module.parameters() if p.device.type == "cpu" and not is_sharded(p)]
+            dense = [p for p in plain if id(p) not in tables and p.requires_grad]
+            for parameter in dense[:: max(1, len(dense) // _SAMPLED)]:
+                sampled.append(parameter.detach().reshape(-1)[:_SAMPLED])
+            for name in {tables[id(p)]: None for p in plain if id(p) in tables}:
+                rows = [row for row in rows_of(name) if row < len(self.tables[name].parameter)]
+                sampled += [torch.tensor(rows), self.tables[name].parameter.detach()[rows]]
+        return checksum(*(t.contiguous().view(torch.uint8).numpy() for t in sampled if t.numel()))
 
     # Restoring
 
@@ -268,11 +322,24 @@ class TrainingObjects:
         for name in names:
             del self.objects[name], self._capturers[name], self.optimizers[name]
 
-    def load_dense(self, tree: Any, *, random_states: bool = True) -> None:
-        """Load the state of every object, with the tensors of ``fields`` in it, and the random states."""
+    def load_dense(
+        self,
+        tree: Any,
+        *,
+        leave: Collection[str] = (),
+        seed: Sequence[int] = (),
+        random_states: bool = True,
+    ) -> None:
+        """Load the state of every object, with the tensors of ``fields`` in it, and the random states.
+
+        Objects to ``leave`` stay as they are. With ``seed``, the random states follow from the saved ones and
+        these numbers.
+        """
         self.check_dense(tree)
         for name, thing in self.objects.items():
-            state = map_tree(tree["objects"][name], self._revive, name)
+            if name in leave:
+                continue
+            state = self._distribute(thing, map_tree(tree["objects"][name], self._revive, name))
             try:
                 self._load(name, thing, state, tree)
             except HoldfastError:
@@ -281,6 +348,8 @@ class TrainingObjects:
                 raise ModelMismatch(f"{name} does not take the checkpoint's state: {error}") from error
         if random_states:
             set_random_states(tree.get("rng"))
+        if seed:
+            reseed(seed)
         self.overwritten.clear()
         self.cancel_restore()
 
@@ -341,13 +410,13 @@ class TrainingObjects:
         owners: Mapping[int, Sequence[tuple[Optimizer, dict[str, Any]]]],
         answers: dict[tuple[Any, ...], str | None],
     ) -> Unseen | None:
-        weight = table.modules[0].weight
+        weight = table.parameter
         mine = owners.get(id(weight))
         if mine is None:
             if weight.requires_grad:
                 return Unseen("it is trainable, and no optimizer among the objects owns it", lasts=True)
             # An average of a model has such tables. PyTorch counts what is written to a tensor.
-            written = weight._version != self._seen_versions[table.name]
+            written = version(weight) != self._seen_versions[table.name]
             return Unseen("it was written to", lasts=False) if written else None
         if not table.only_looked_up:
             return Unseen("a module that is no embedding has the same weight", lasts=True)
@@ -367,7 +436,7 @@ class TrainingObjects:
     # Inside
 
     def _versions(self) -> dict[str, int]:
-        return {name: table.weight._version for name, table in self.tables.items()}
+        return {name: version(table.weight) for name, table in self.tables.items()}
 
     def _row_tensors(self, table: LiveTable) -> dict[str, Tensor]:
         """The live tensors of a table by field: the weights, then optimizer states by name."""
@@ -379,7 +448,7 @@ class TrainingObjects:
         if known is None or not known.valid():
             self._places = None
             self._live_tables = None
-            before, known = known, RowTensors.of(table, self.optimizers)
+            before, known = known, RowTensors.of(table, self.optimizers, self._share_of)
             self._known[table.name] = known
             if before is not None and known.has_replaced(before):
                 self._replaced.add(table.name)  # the content of the new tensors is unknown
@@ -405,7 +474,8 @@ class TrainingObjects:
             if tensor is None:
                 tensor = self._new_state(table, rows, field)
             found = row_field(field.name, tensor)
-            if len(tensor) < rows or found != field:
+            # Of a table that has grown, a rank's part would begin elsewhere.
+            if len(tensor) < rows or (is_sharded(tensor) and len(tensor) > rows) or found != field:
                 what = table.name if field.name == WEIGHT else f"{field.name} of {table.name}"
                 raise ModelMismatch(
                     f"{what} is {rows} × {field.width} {field.dtype} in the checkpoint and "
@@ -424,7 +494,7 @@ class TrainingObjects:
             )
         if len(weight) > rows:
             check_begins_with_zero(self.optimizers[owner], owner, field.name, table.name)
-        return torch.zeros((max(rows, len(weight)), field.width), dtype=TORCH_DTYPES[field.dtype])
+        return empty_rows(weight, field.width, TORCH_DTYPES[field.dtype])
 
     def _check_optimizer(self, name: str, optimizer: Optimizer, saved: Any) -> None:
         if not isinstance(saved, dict) or not {"param_groups", "state"} <= saved.keys():
@@ -457,6 +527,20 @@ class TrainingObjects:
         shape = (len(tensor), *value.shape[1:])  # a table that has grown has more rows than were saved
         return tensor if tuple(tensor.shape) == shape else tensor.view(shape)
 
+    def _distribute(self, thing: Any, state: Any) -> Any:
+        """The state of a module or an optimizer, with this rank's part of what it has only a part of."""
+        if not self.is_sharded or not isinstance(state, dict):
+            return state
+        if isinstance(thing, nn.Module):
+            live = thing.state_dict()
+            return {key: _cut(value, live.get(key)) for key, value in state.items()}
+        if isinstance(thing, Optimizer) and {"param_groups", "state"} <= state.keys():
+            for index, parameter in _numbered(thing, state):
+                mine = state["state"].get(index, {})
+                if is_sharded(parameter) and isinstance(mine, dict):
+                    state["state"][index] = {key: _cut(value, parameter) for key, value in mine.items()}
+        return state
+
     def _load(self, name: str, thing: Any, state: Any, tree: dict[str, Any]) -> None:
         if isinstance(thing, nn.Module):
             state = OrderedDict(state)
@@ -474,6 +558,22 @@ class TrainingObjects:
                 thing.state_dict()
 
 
+def bare(thing: Any, *, is_rank: bool) -> Any:
+    """The model in the wrapper of ``DistributedDataParallel``, whose names are those of any model.
+
+    In ranks also the one that ``torch.compile`` has wrapped. One process saves that under the names of the
+    wrapper, as it always has.
+    """
+    while True:
+        if isinstance(thing, nn.parallel.DistributedDataParallel):
+            thing, is_rank = thing.module, True
+        elif is_rank and type(thing).__name__ == "OptimizedModule":
+            thing = thing._orig_mod
+        else:
+            return thing
+
+
+_SAMPLED = 8
 BACKWARD = ":backward"
 """What ends the names of optimizers that step in the backward pass."""
 _IN_BACKWARD = "_in_backward_optimizers"
@@ -496,6 +596,13 @@ def find_in_backward(modules: Mapping[str, nn.Module], known: Iterable[Any]) -> 
                         number = sum(other.startswith(key) for other in found)
                         found[f"{key}{number or ''}"] = optimizer
     return found
+
+
+def _cut(value: Any, like: Any) -> Any:
+    """A tensor, distributed as one of the same shape is."""
+    if is_sharded(like) and type(value) is Tensor and value.shape == like.shape:
+        return cut(value, like)
+    return value
 
 
 def _holds(group: Mapping[str, Any], weight: Tensor) -> bool:

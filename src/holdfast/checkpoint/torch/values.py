@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.checkpoint.format.dense import Array, map_tree, unsupported
 from holdfast.checkpoint.format.records import ELEMENT_BYTES, Field
+from holdfast.checkpoint.torch.sharded import ArrayPart, LocalCopy, is_sharded, local
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 
 TORCH_DTYPES = {
@@ -48,8 +51,8 @@ def row_field(name: str, tensor: Tensor) -> Field:
 
 def row_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """A tensor's memory as [rows, bytes], a view: writes to it change the tensor."""
-    rows = len(tensor)
-    view: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy().reshape(rows, -1)
+    width = tensor.itemsize * math.prod(tensor.shape[1:])
+    view: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy().reshape(-1, width)
     return view
 
 
@@ -67,7 +70,11 @@ def memory_key(tensor: Tensor) -> tuple[Any, ...] | None:
 
 def plain_leaf(value: Any, path: str) -> Any:
     """A copy of a tensor, array or shape as a tree may hold it; UnsupportedState for anything else."""
+    if isinstance(value, LocalCopy):
+        return ArrayPart.of(value.like, _array_of(value.copy, path), path)
     if isinstance(value, Tensor):
+        if is_sharded(value):
+            return ArrayPart.of(value, _array_of(local(value), path), path)
         return _array_of(value, path)
     if type(value) is np.ndarray or isinstance(value, np.generic):
         return Array.of(value) or unsupported(value, f"{path} (of type {value.dtype})")
@@ -117,6 +124,15 @@ def random_states(copied: tuple[Any, Any, Any]) -> dict[str, Any]:
         "numpy": map_tree(numpy_state, plain_leaf, "rng.numpy"),
         "python": {"version": version, "words": Array.of(np.array(words, np.uint32)), "gauss": gauss},
     }
+
+
+def reseed(numbers: Sequence[int]) -> None:
+    """Seed the global random generators by what they would draw next and these numbers."""
+    drawn = torch.randint(1 << 62, (2,)).tolist()
+    words = np.random.SeedSequence([*drawn, *numbers]).generate_state(4, np.uint64).tolist()
+    torch.default_generator.manual_seed(words[0] >> 1)
+    np.random.seed(np.array(words[1:3], np.uint64).view(np.uint32))
+    random.seed(words[3])
 
 
 def set_random_states(states: Any) -> None:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.checkpoint.memory.tracker import Tracker
+from holdfast.checkpoint.torch.sharded import local, version
 from holdfast.checkpoint.torch.tables import LiveTable
 from holdfast.checkpoint.torch.unseen import why_unseen_rows_change
 from holdfast.kernels.ids import nonzero_rows
@@ -41,6 +42,7 @@ log = logging.getLogger("holdfast.checkpoint")
 
 FIRST_CHECKS = 2
 CHECK_EVERY = 64
+SAMPLED = 4
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NOT_FINITE = {
     torch.float64: 0x7FF << 52, torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00,
@@ -80,6 +82,10 @@ class _Watched:
     """The step in which that is due again."""
     steps: int = 0
     """That had gradients."""
+    first: int = 0
+    """Number in the whole table of the first row that is here."""
+    sample: Sequence[int] | NDArray[np.int64] = range(SAMPLED)
+    """Some rows that a step has changed, or the first ones."""
 
 
 @dataclass
@@ -102,6 +108,7 @@ class Watch:
         last_version: gives the number of the version that was taken last.
         on_missed: told when it turns out that changes of a table may have been missed: its name, why, and the
             last version that lacks none.
+        others_look_up: other ranks look up other rows, which change here, too: gradients alone tell all.
     """
 
     def __init__(
@@ -111,7 +118,10 @@ class Watch:
         tracker: Callable[[], Tracker],
         last_version: Callable[[], int],
         on_missed: Callable[[str, str, int], None],
+        *,
+        others_look_up: bool = False,
     ) -> None:
+        self._others_look_up = others_look_up
         self.tracker = tracker
         self.saves = 0
         self._last_version = last_version
@@ -132,10 +142,14 @@ class Watch:
                 known.table = table
             else:
                 sparse, plain = (m.sparse for m in table.modules), map(_is_plain, table.modules)
+                by_gradient = self._others_look_up or not all(plain)
                 known = _Watched(
-                    table, all(sparse), self.version_of(table), not all(plain), self._last_version()
+                    table, all(sparse), self.version_of(table), by_gradient, self._last_version()
                 )
+            known.first = table.first
             self._tables[name] = known
+            if self._others_look_up:
+                continue
             for module in table.modules:
                 mine = self, known, _is_plain(module)
                 handle = module.register_forward_hook(_Marker(*mine), with_kwargs=True)
@@ -159,7 +173,7 @@ class Watch:
         """Search the gradients of the last step, if they still exist, right before rows are taken."""
         tracker = self.tracker()
         for watched in self._tables.values():
-            gradient = watched.table.modules[0].weight.grad
+            gradient = watched.table.parameter.grad
             if not watched.searched and gradient is not None and self._tells(watched, gradient, tracker):
                 self._search(watched, gradient, tracker, _STEPPED)
 
@@ -210,6 +224,10 @@ class Watch:
             if table in (None, name):
                 watched.version = self.version_of(watched.table)
 
+    def sample(self, table: str) -> list[int]:
+        """Some rows of a table: those that the last step has changed, if it was seen which."""
+        return [int(row) for row in self._tables[table].sample]
+
     def distrust(self, table: str) -> None:
         """Stop relying on lookups for a table: its rows have changed unreported."""
         self._tables[table].by_digest = True
@@ -221,6 +239,8 @@ class Watch:
             return "digests", "rows have changed unseen before"
         if watched.sparse:
             return "gradients", "they are sparse"
+        if self._others_look_up:
+            return "gradients", "the ranks look up different rows"
         if watched.by_gradient:
             return "gradients", "lookups do not tell all rows that change"
         return "lookups", "only rows that are looked up change"
@@ -251,17 +271,26 @@ class Watch:
                 tracker.suspect(name, late=WRITTEN)
             elif late is None and tracker.snapshot is not None:
                 tracker.snapshot.has_not_changed_unannounced([name])
-            if answers[key] is not None or (sparse and not gradient.is_sparse):
+            if (
+                answers[key] is not None
+                or (sparse and not gradient.is_sparse)
+                or getattr(gradient, "placements", None) != getattr(weight, "placements", None)
+            ):
                 tracker.suspect(name, late=late)
             elif gradient.is_sparse:
                 if gradient._nnz():  # NumPy would keep PyTorch from adding to one that is empty
                     rows = gradient._indices().numpy()[0]
-                    tracker.mark(name, rows, counts=False, late=late)  # it counts as its lookup has
+                    if self._others_look_up:
+                        watched.sample = rows[:SAMPLED].copy()
+                    # It counts as its lookup has.
+                    tracker.mark(name, rows, counts=self._others_look_up, late=late)
             elif not tracker.is_suspect(name):
                 watched.searched = False
                 dense.append((watched, gradient))
         if dense:
-            for (watched, gradient), odd in zip(dense, _odd_ones(dense, tracker), strict=True):
+            # If all of them are searched anyway, none is looked at before.
+            odd_ones = [True] * len(dense) if self._others_look_up else _odd_ones(dense, tracker)
+            for (watched, gradient), odd in zip(dense, odd_ones, strict=True):
                 known = watched.by_gradient or watched.to_search or not watched.looked_up
                 if known or odd or watched.steps >= watched.next_check:
                     self._search(watched, gradient, tracker, late)
@@ -269,7 +298,9 @@ class Watch:
     def _search(self, watched: _Watched, gradient: Tensor, tracker: Tracker, late: str | None) -> None:
         """Mark the rows of a dense gradient, and see whether lookups have told of all of them."""
         name = watched.table.name
-        rows = _rows_of(gradient)
+        rows = _rows_of(local(gradient))
+        if watched.first:
+            rows += watched.first
         if not watched.by_gradient and len(rows):
             watched.checks += watched.looked_up
             watched.next_check = watched.steps + (1 if watched.checks < FIRST_CHECKS else CHECK_EVERY)
@@ -277,6 +308,7 @@ class Watch:
                 watched.complete = self._last_version()
             elif watched.saves < 2:  # else they may have been looked up before the last save but one
                 self._miss(watched, rows, late)
+        watched.sample = rows[:SAMPLED]
         tracker.mark(name, rows, counts=watched.by_gradient, late=late)
         watched.to_search = False
         watched.searched = True
@@ -284,7 +316,7 @@ class Watch:
     def _miss(self, watched: _Watched, rows: NDArray[np.int64], late: str | None) -> None:
         """Rows have gradients that were not looked up: so may have others before that nobody has seen."""
         name = watched.table.name
-        if len(rows) > 0.5 * len(watched.table.modules[0].weight):
+        if len(rows) > 0.5 * len(watched.table.parameter):
             self.tracker().suspect(name, late=late)  # noise, or NaN: all rows change, and no search is needed
         else:
             watched.by_gradient = True
@@ -320,21 +352,21 @@ class Watch:
         """The tables that a step changes: their parameter groups, what is known, weights and gradients."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for watched in self._tables.values():
-            weight = watched.table.modules[0].weight
+            weight = watched.table.parameter
             group, gradient = groups.get(id(weight)), weight.grad
             if group is not None and gradient is not None:
                 yield group, watched, weight, gradient
 
     def version_of(self, table: LiveTable) -> int:
         """PyTorch's version counters of the weights and their optimizer states, added up."""
-        weight = table.modules[0].weight
-        total = int(weight._version)
+        weight = table.parameter
+        total = version(weight)
         for optimizer in self._optimizers.values():
             state = optimizer.state.get(weight)
             if state:
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        total += value._version
+                        total += version(value)
         return total
 
 
@@ -379,6 +411,8 @@ def _rows_of(gradient: Tensor) -> NDArray[np.int64]:
 
     By their bits: what is subtracted from a weight of -0 is not the same for both kinds of 0.
     """
+    if not len(gradient):
+        return np.empty(0, np.int64)
     if gradient.is_contiguous() and gradient.device.type == "cpu":
         rows = np.empty(len(gradient), np.int64)
         count = nonzero_rows(gradient.data_ptr(), gradient.nbytes // max(len(gradient), 1), rows)
