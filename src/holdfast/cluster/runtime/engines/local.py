@@ -285,7 +285,8 @@ class LocalLauncher:
 
     def pids(self) -> dict[Peer, int]:
         """The pids of processes that have an assignment and were not reported by ``exited``."""
-        found = {peer: process.number() for peer, process in self._running.items()}
+        running = list(self._running.items())  # a copy: another thread may start processes meanwhile
+        found = {peer: process.number() for peer, process in running}
         return {peer: pid for peer, pid in found.items() if pid is not None}
 
     def machine(self, peer: Peer) -> str:
